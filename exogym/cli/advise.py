@@ -23,7 +23,7 @@ from exogym.remote import HostsConfig
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.advise import Advice, Work
 from exogym.study.advise import advise as predict
-from exogym.study.advise.answer import beside_ddp, command
+from exogym.study.advise.advice import beside_ddp, command
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES, STEPS
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.forecast import MEASURED

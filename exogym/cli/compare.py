@@ -26,6 +26,8 @@ from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.estimate import estimate as estimate_of_comparison
 from exogym.study.compare.folder import OPTION, named_again, resume_command, saved_in
+from exogym.study.sweep import Swept
+from exogym.study.sweep.run import SweepOptions
 
 NETWORK_HELP = (
     f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), '1Gbps,1Gbps,50Mbps:10ms' (each node's "
@@ -44,69 +46,74 @@ def words_of(name: str) -> str:
     return {**descriptions(Placement), **descriptions(FitOptions)}[name].partition(". ")[0].rstrip(".") + "."
 
 
-# Options of several commands. Parameters are named as in `fit`; the command line's names are shorter.
-NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]
-StepsOption = Annotated[int | None, typer.Option("--steps", help="Steps of each node. [default: the task's]")]
-BatchOption = Annotated[int | None, typer.Option(help="Examples per node and batch. [default: the task's]")]
-ValSizeOption = Annotated[int | None, typer.Option(help=f"{words_of('val_size')} [default: 500]")]
-ValIntervalOption = Annotated[
-    int | None, typer.Option(help="Steps between evaluations. [default: gives 10 to 30 evaluations]")
-]
-PartitionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--partition",
-        metavar="HOW",
-        help=f"{words_of('partitioner')} One of iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]",
+def _option(kind: Any, default: Any, text: str, *flags: str, metavar: str | None = None) -> tuple[Any, Any]:
+    return Annotated[kind, typer.Option(*flags, metavar=metavar, help=text)], default
+
+
+# The options that compare and sweep share, named as in `fit`: each with its type and its default.
+SHARED = {
+    "dataset": _option(str, "digits", f"Task: {', '.join(DATASETS)}, or your own MODULE:FUNCTION."),
+    "data": _option(
+        str | None, None, "The task's data: a file or folder. [default: the usual places]", metavar="PATH"
     ),
-]
-DeviceOption = Annotated[str, typer.Option(help=words_of("device"))]
-NetworkOption = Annotated[str | None, typer.Option(metavar="TEXT", help=f"{words_of('network')} {NETWORK_HELP}")]
-StepSecondsOption = Annotated[
-    str | None,
-    typer.Option(metavar="S", help=f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured on this machine]"),
-]
+    "num_nodes": _option(int | None, None, f"{words_of('num_nodes')} [default: the task's]", "--nodes"),
+    "max_steps": _option(int | None, None, "Steps of each node. [default: the task's]", "--steps"),
+    "batch_size": _option(int | None, None, "Examples per node and batch. [default: the task's]"),
+    "lr": _option(float | None, None, "Learning rate of the inner optimizer. [default: the task's]"),
+    "partitioner": _option(
+        str | None, None,
+        f"{words_of('partitioner')} One of iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]",
+        "--partition", metavar="HOW",
+    ),
+    "val_size": _option(int | None, None, f"{words_of('val_size')} [default: 500]"),
+    "val_interval": _option(int | None, None, "Steps between evaluations. [default: gives 10 to 30 evaluations]"),
+    "device": _option(str, str(FitOptions.device), words_of("device")),
+    "network": _option(str | None, None, f"{words_of('network')} {NETWORK_HELP}", metavar="TEXT"),
+    "step_seconds": _option(
+        str | None, None, f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured on this machine]",
+        metavar="S",
+    ),
+    "estimate": _option(
+        bool, False, "Only try each strategy for a second; print the time and memory needed.", "--estimate"
+    ),
+}  # fmt: skip
 
 
-EstimateOption = Annotated[
-    bool, typer.Option("--estimate", help="Only try each strategy for a second; print the time and memory needed.")
-]
+def of_a_study(command: Callable[..., None]) -> Callable[..., None]:
+    """Add to a command the options that compare and sweep share, and the options of runs that text can express.
 
-
-def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
-    """Add to a command all options of runs that can be written as text, except options that the command already has.
-
-    The command reads the added options with `options_of_runs`.
+    The command reads the added options in its context.
     """
     own, plain = inspect.signature(command, eval_str=True).parameters, RunOptions().values()
-    further = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=plain[name],
-            annotation=Annotated[kind if kind is bool else kind | None, typer.Option(help=words_of(name))],
-        )
+    of_runs = {
+        name: _option(kind if kind is bool else kind | None, plain[name], words_of(name))
         for name, kind in PASSED_AS_TEXT.items()
-    ]  # fmt: skip
+    }
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = [
+        inspect.Parameter(name, keyword, default=default, annotation=annotation)
+        for name, (annotation, default) in (SHARED | of_runs).items()
+    ]
 
     @functools.wraps(command)
     def call(**given: Any) -> None:
         command(**{name: given[name] for name in own})
 
-    call.__signature__ = inspect.Signature([*own.values(), *further])  # type: ignore[attr-defined]
+    everything = [*(one.replace(kind=keyword) for one in own.values()), *added]
+    call.__signature__ = inspect.Signature(everything)  # type: ignore[attr-defined]
     return call
 
 
-def options_of_runs(context: typer.Context) -> dict[str, Any]:
-    """Return the options that `also_of_runs` added, with their given values."""
-    return {name: context.params[name] for name in PASSED_AS_TEXT}
+def asked_in(context: typer.Context, options: type[ComparisonOptions | SweepOptions]) -> dict[str, Any]:
+    """Return a study's options on a command line, under their names in Python. Its folder is left out."""
+    known = {*PASSED_AS_TEXT, *(field.name for field in fields(options))} - {"axes", "out", "resume", "placement"}
+    given = {name: value for name, value in context.params.items() if name in known}
+    return given | {"problem": context.params["dataset"]}
 
 
-@also_of_runs
+@of_a_study
 def compare(
     context: typer.Context,
-    dataset: Annotated[str, typer.Option(help=f"Task: {', '.join(DATASETS)}, or your own MODULE:FUNCTION.")] = "digits",
-    data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The task's data: a file or folder. [default: the usual places]")
-    ] = None,
     strategies: Annotated[
         str,
         typer.Option(
@@ -115,20 +122,8 @@ def compare(
             f"Names: single (one node alone), {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
-    num_nodes: NodesOption = None,
-    max_steps: StepsOption = None,
-    batch_size: BatchOption = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds: runs per strategy, each from other weights.")] = 3,
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the inner optimizer. [default: the task's]")
-    ] = None,
-    partitioner: PartitionOption = None,
-    val_size: ValSizeOption = None,
-    val_interval: ValIntervalOption = None,
     processes: Annotated[int, typer.Option(metavar="P", help=words_of("processes"))] = FitOptions.processes,
-    device: DeviceOption = str(FitOptions.device),
-    network: NetworkOption = None,
-    step_seconds: StepSecondsOption = None,
     speeds: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +143,6 @@ def compare(
         bool,
         typer.Option("--resume", help="Continue an interrupted comparison with its options; --out names its folder."),
     ] = False,
-    estimate: EstimateOption = False,
     debug: Debug = False,
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
@@ -163,16 +157,14 @@ def compare(
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
-    known = {*PASSED_AS_TEXT, *(field.name for field in fields(ComparisonOptions))} - {"out", "resume", "placement"}
-    given = {name: value for name, value in context.params.items() if name in known}
-    given |= {"problem": dataset, "processes": processes, "speeds": numbers_of("--speeds", speeds)}
+    given = asked_in(context, ComparisonOptions) | {"speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
     for name in ("step_seconds", "speeds"):
         if given[name] is not None and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
-    if estimate:
+    if context.params["estimate"]:
         print(estimate_of_comparison(**placed(given)))
         return
     try:
@@ -236,6 +228,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def show(result: Comparison) -> None:
+def show(result: Comparison | Swept) -> None:
+    """Print a study's verdict and table, and the names of its files."""
     print_table(result, sys.stdout)
     print(f"\nwritten to {result.folder}/: {', '.join(path.name for path in result.paths)}")

@@ -16,7 +16,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
 from exogym.study.advise.beliefs import task_of
-from exogym.study.advise.plans import plan_of, scaled
+from exogym.study.advise.plans import plan_of
 from research.atlas.table import RATES, SEEDS, Row, Table
 from research.atlas.tuning import INNER_RATES
 
@@ -153,7 +153,7 @@ def _plan_of(row: Row, about: Mapping[str, Any]) -> Plan:
     factor = sent / about["steps"] / told
     if row["method"].partition(":")[0] in BEGIN_WITH_DDP:
         return replace(plan, traffic=tuple(replace(t, every_steps=t.every_steps / factor) for t in plan.traffic))
-    return scaled(plan, factor)
+    return replace(plan, traffic=tuple(replace(t, payload_bytes=factor * t.payload_bytes) for t in plan.traffic))
 
 
 def front_of(points: Mapping[str, tuple[float | None, float]]) -> set[str]:

@@ -132,7 +132,7 @@ BEYOND: dict[str, str] = {
         exogym.machines.remote.orders: RUNS
         exogym.machines.remote.profile: RunProfile load_profile options_of
         exogym.machines.remote.results: FitResults carry_out facts_of names
-        exogym.study.advise.answer: beside_ddp command
+        exogym.study.advise.advice: beside_ddp command
         exogym.study.advise.prediction: DEFAULT_STRATEGIES STEPS
         exogym.study.compare.asked: ComparisonOptions PASSED_AS_TEXT
         exogym.study.compare.catalog: choices_of

@@ -16,8 +16,7 @@ __all__ = ["Advice", "Answer", "Plan", "Row", "Traffic", "Work", "advise", "plan
 
 if TYPE_CHECKING:
     from exogym.strategy.traffic import Plan, Traffic
-    from exogym.study.advise.advice import Advice, Row
-    from exogym.study.advise.answer import Answer
+    from exogym.study.advise.advice import Advice, Answer, Row
     from exogym.study.advise.plans import plan_of
     from exogym.study.advise.prediction import Work, advise
 else:

@@ -31,15 +31,6 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
         raise ArgumentError(f"{title}: {error}") from error
 
 
-def scaled(plan: Plan, factor: float) -> Plan:
-    """Return the plan with `factor` times the bytes in each collective.
-
-    >>> scaled(plan_of("ddp", 1e6, 4), 0.5).traffic[0].payload_bytes
-    2000000.0
-    """
-    return replace(plan, traffic=tuple(replace(t, payload_bytes=factor * t.payload_bytes) for t in plan.traffic))
-
-
 def title_of(given: str | Strategy) -> str:
     """Return a strategy's text, or the call that makes a `Strategy`.
 

@@ -170,10 +170,7 @@ def advise(
         )
     work = step_seconds if isinstance(step_seconds, Work) else None
     network = Network.of(network)
-    time = _step_time(step_seconds if work is None else work.seconds, speeds, num_nodes)
-    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
-        if count is not None and count != num_nodes:
-            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
+    time = step_time(step_seconds if work is None else work.seconds, speeds, network, num_nodes)
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
     alike, rows, beliefs = likeness(skew, known_skews()), [], {}
     for plan in plans:
@@ -210,25 +207,28 @@ _WORK = "give step_seconds=Work(...) with these three arguments"
 advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
 
 
-def _step_time(step_seconds: StepTime | Any, speeds: Sequence[float] | None, num_nodes: int) -> StepTime:
+def step_time(step_seconds: Any, speeds: Sequence[float] | None, network: Network, num_nodes: int) -> StepTime:
     """Return the nodes' step times.
 
     Raises:
-        ArgumentError: speeds and a `StepTime` are given, speeds are for another number of nodes, or a step takes no
-            time.
+        ArgumentError: speeds and a `StepTime` are given, the network, speeds or step times are for another number of
+            nodes, or a step takes no time.
     """
-    if speeds is not None:
-        if isinstance(step_seconds, StepTime):
+    if speeds is not None and isinstance(step_seconds, StepTime):
+        raise ArgumentError(
+            "speeds beside a StepTime: give the speeds to the StepTime, such as StepTime('20ms', speeds=[1, 0.5])"
+        )
+    several = None if speeds is None else list(speeds)
+    time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=several)
+    counts = {"network": network.num_nodes}
+    counts |= {"step_seconds": time.num_nodes} if several is None else {"speeds": len(several)}
+    for what, count in counts.items():
+        if count is not None and count != num_nodes:
             raise ArgumentError(
-                "speeds beside a StepTime: give the StepTime the speeds, as StepTime('20ms', speeds=[1, 0.5])"
+                f"{what} is for {count} nodes, but there are num_nodes={num_nodes}: give {what} for {num_nodes} nodes"
             )
-        if len(speeds) != num_nodes:
-            raise ArgumentError(
-                f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one speed per node"
-            )
-    time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
     if not time.seconds.all():
-        raise ArgumentError("step_seconds=0: a step must take time, so give a number over 0")
+        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time, so give more than 0 s")
     return time
 
 

@@ -21,6 +21,7 @@ from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.study.advise.prediction import step_time
 from exogym.study.tasks import Task
 
 MEASURED = "measured"
@@ -91,31 +92,11 @@ def forecast_of(
     given, network = network, Network.of(network)
     name = given if isinstance(given, str) else repr(network)
     is_measured = step_seconds is None or (isinstance(step_seconds, str) and step_seconds.strip() == MEASURED)
-    if isinstance(step_seconds, StepTime):
-        if speeds is not None:
-            raise ArgumentError(
-                "speeds beside a StepTime: give the speeds to the StepTime, such as StepTime('20ms', speeds=[1, 0.5])"
-            )
-        steps = step_seconds
-    else:
-        several = speeds if speeds is None else list(speeds)
-        steps = StepTime(1.0 if is_measured else step_seconds, speeds=several)  # raises before anything is measured
-    counts = {"network": network.num_nodes, "speeds" if speeds is not None else "step_seconds": _count(steps, speeds)}
-    for what, count in counts.items():
-        if count is not None and count != nodes:
-            raise ArgumentError(
-                f"{what} is for {count} nodes, but there are num_nodes={nodes}: give {what} for {nodes} nodes"
-            )
-    if not steps.seconds.all():
-        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time, so give more than 0 s")
+    steps = step_time(1.0 if is_measured else step_seconds, speeds, network, nodes)  # raises before a step is measured
     if not is_measured:
         return Forecast(name, network, steps)
     measured_s = measure()
-    return Forecast(name, network, StepTime(measured_s, speeds=speeds if speeds is None else list(speeds)), measured_s)
-
-
-def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:
-    return steps.num_nodes if speeds is None else len(speeds)
+    return Forecast(name, network, step_time(measured_s, speeds, network, nodes), measured_s)
 
 
 def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import inspect
 import os
 import time
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ from torch.utils.data import Subset
 
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
+from exogym.core.combinations import check
 from exogym.core.engine.protocol import place as place_rows
 from exogym.core.record import schema
 from exogym.core.training.checking import checked_options
-from exogym.data import IID, Stream
+from exogym.data import IID, IterableData, Stream
 from exogym.data.partition import partitioner_of
+from exogym.data.reading import COMPARED, Reader, sum_of
+from exogym.data.reading import described as described_data
 from exogym.data.stream import check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count
 from exogym.options import FitOptions, RunOptions, describe, takes
@@ -34,7 +38,6 @@ from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, w
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
 from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, resume_command, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
-from exogym.study.compare.in_order import check_entry, first_examples, opening_of
 from exogym.study.compare.live import LiveTable, is_shown
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.session import Session
@@ -83,7 +86,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
         raise ArgumentError(f"{given[0]} needs a folder: give it as out, such as out='runs'")
     saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
-    decisive = asked_of(session, asked.target_loss)
+    decisive = asked_of(session)
     description = {
         **decisive, "titles": {label: entry.title for label, entry in session.entries.items()},
         "data": session.task.origin, "versions": versions(), "arguments": _arguments(asked),
@@ -91,7 +94,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
     if asked.out is None:
-        return _carried_out(session, description, asked)
+        return _carried_out(session, description)
     schema.check("run.json", description)  # reject values that could not be read again
     if asked.resume:
         session.folder = Folder.of_asked(asked.out, decisive, session.entries)
@@ -99,7 +102,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
         session.folder = Folder.new(asked.out, session.task.name, session.entries)
     try:
         session.folder.describe(description | {"state": "running", "runs": []})
-        return _carried_out(session, description, asked)
+        return _carried_out(session, description)
     finally:
         session.folder.release()
 
@@ -139,19 +142,14 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     check_count("processes", asked.processes)
     place_rows(setting.nodes, asked.processes)
     check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss)
-    passed = {field.name: getattr(asked, field.name) for field in fields(RunOptions)}
     forecast = None
     if asked.network is not None:
-        like_ours, of_a_step = replace(task, lr=setting.lr), {name: passed[name] for name in OF_A_STEP}
+        like_ours, of_a_step = replace(task, lr=setting.lr), {name: getattr(asked, name) for name in OF_A_STEP}
         forecast = forecast_of(
             asked.network, asked.step_seconds, asked.speeds, setting.nodes,
             lambda: known_step_s or measured_step_s(like_ours, setting.batch_size, place, asked.loss_fn, of_a_step),
         )  # fmt: skip
-    val_interval = asked.val_interval or setting.val_interval(len(val))
-    session = Session(
-        task, setting, entries, split, val, val_interval, place, asked.processes, forecast,
-        asked.loss_fn, asked.metrics, None, passed, opening=opening,
-    )  # fmt: skip
+    session = Session(asked, task, setting, entries, split, val, place, forecast, opening)
     for label, entry in entries.items():
         try:
             given = session.fit_options(entry)
@@ -163,13 +161,13 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     return session
 
 
-def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
+def asked_of(session: Session) -> dict[str, Any]:
     """Return the options that decide the results, as JSON values. A resumed comparison must have the same options.
 
     Options of runs with default values are left out, so that ExoGym can add options and still resume old comparisons.
     A strategy's arguments are all there, also with default values. So ExoGym notices if a default changed since.
     """
-    task, forecast, timing = session.task, session.forecast, None
+    task, forecast, timing, target_loss = session.task, session.forecast, None, session.asked.target_loss
     data: Any = task.train
     if forecast is not None:  # older folders have a timeline too, which is retired
         timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": False}
@@ -184,7 +182,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
         ALL_ARGUMENTS: {k: arguments_of(e.strategy) for k, e in session.entries.items()},
         "setting": session.setting.as_dict(), "partition": session.dealing, "val_interval": session.val_interval,
         "device": str(session.place), "timing": timing, **wanted,
-    } | decisive_of(RunOptions(**session.passed))  # fmt: skip
+    } | decisive_of(session.asked)  # fmt: skip
 
 
 def arguments_of(strategy: Strategy) -> dict[str, Any]:
@@ -237,9 +235,9 @@ def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
 
 
-def _carried_out(session: Session, description: dict[str, Any], asked: ComparisonOptions) -> Comparison:
+def _carried_out(session: Session, description: dict[str, Any]) -> Comparison:
     """Train and return the result. Finished runs are kept whatever happens."""
-    folder = session.folder
+    folder, asked = session.folder, session.asked
     shown: Any = contextlib.nullcontext()
     watches = [asked.watch] if asked.watch is not None else []
     if is_shown(asked.progress):
@@ -251,7 +249,7 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
     except BaseException as error:
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        result = _result(session, description, asked, "interrupted") if stopped and session.histories else None
+        result = _result(session, description, "interrupted") if stopped and session.histories else None
         if stopped and result is None and folder is not None and where is not None:
             folder.describe(description | {"state": "interrupted", "runs": []})
         done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
@@ -265,14 +263,14 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
         if folder is not None:
             folder.drop_if_empty()
         raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
-    return _result(session, description, asked, "finished")
+    return _result(session, description, "finished")
 
 
-def _result(session: Session, description: dict[str, Any], asked: ComparisonOptions, state: str) -> Comparison:
+def _result(session: Session, description: dict[str, Any], state: str) -> Comparison:
     """Return the finished runs' result, and write it into the folder if there is one."""
     setting, forecast = session.setting, session.forecast
     network = "" if forecast is None else forecast.name
-    target = target_of(session.tracks, asked.target_loss)
+    target = target_of(session.tracks, session.asked.target_loss)
     summary = summary_of(said_of(session), setting.seeds, session.tracks, target, network)
     heading, finding, timed = heading_of(session), summary.verdict, {}
     if forecast is not None:
@@ -295,7 +293,7 @@ def _result(session: Session, description: dict[str, Any], asked: ComparisonOpti
 
 def heading_of(session: Session) -> str:
     """Return one line of text that describes the training, but not the strategies."""
-    setting, further = session.setting, RunOptions(**session.passed).changed()
+    setting, further = session.setting, session.asked.changed()
     return (
         f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
         f"{session.dealing}, {setting.inner_optim} with lr {setting.lr:g} ({setting.lr_scheduler}), "
@@ -312,7 +310,9 @@ def said_of(session: Session) -> dict[str, tuple[str, str]]:
         errors = [outcome.error for outcome in found if outcome.error]
         trouble = f"{len(errors)} of {len(seeds)} runs failed: {errors[-1]}" if errors else ""
         missing = f"{len(found)} of {len(seeds)} runs have ended" if len(found) < len(seeds) else ""
-        without = [f"no {name}" for name in OF_SEVERAL_NODES if entry.alone and session.passed[name] is not None]
+        without = [
+            f"no {name}" for name in OF_SEVERAL_NODES if entry.alone and getattr(session.asked, name) is not None
+        ]
         said[label] = entry.title, "; ".join(filter(None, (entry.notes, *without, missing, trouble)))
     return said
 
@@ -358,6 +358,56 @@ def task_of(problem: Any, data: Any) -> Task:
             "compare() divides one data set among the nodes: give a data set instead of a factory, and a partitioner="
         )
     return task
+
+
+# ---------------------------------------------------------------- data that are read in order
+
+
+def opening_of(train: Any) -> int:
+    """Return the checksum of the iterable's first examples, after reading them twice.
+
+    Raises:
+        DataError: the iterable cannot be read, or begins with other examples when it is read again.
+
+    >>> opening_of(range(3)) == opening_of([0, 1, 2]) != opening_of([0, 2, 1])
+    True
+    """
+    first = Reader(described_data(train), 0, shuffle=False)
+    first.read(COMPARED, in_epoch=True)
+    again = Reader(described_data(train), 0, shuffle=False)
+    again.opening = first.opening
+    again.read(1)
+    for reader in (first, again):
+        reader.close()
+    return sum_of(again.block[:COMPARED])
+
+
+def check_entry(features: Mapping[str, str], stream: Stream) -> None:
+    """Raise ArgumentError if a strategy, or an option of its run, needs data with positions."""
+    try:
+        check({**features, **stream.features()})
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{error}. Comparisons and sweeps take no factory: leave out the strategy or option, or read the examples "
+            "into a list, list(itertools.islice(dataset, count))"
+        ) from error
+
+
+def first_examples(val: Any, most: int) -> list[Any]:
+    """Return the first `most` examples of the iterable `val`.
+
+    Raises:
+        DataError: the iterable cannot be read.
+    """
+    data = described_data(val)
+    reader = Reader(IterableData(data.source, length=data.length), 0, shuffle=False, whose="the validation data")
+    try:
+        return reader.read(most, in_epoch=True)
+    finally:
+        reader.close()
+
+
+# ---------------------------------------------------------------- data sets and models
 
 
 def _evenly(dataset: Any, most: int) -> Any:

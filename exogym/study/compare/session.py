@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from exogym.core.record.metrics import Metric
 from exogym.data import IterableData, Partitioner
 from exogym.data.reading import FirstShare
 from exogym.data.reading import described as described_data
 from exogym.options import RunOptions
 from exogym.record import History
 from exogym.study.cells import Cell, Outcome, Standing, train
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.entries import OF_SEVERAL_NODES, Entry, Setting
 from exogym.study.compare.folder import Folder
 from exogym.study.compare.forecast import Forecast
@@ -40,30 +39,30 @@ class Session:
     """The runs of one comparison: the settings that they share, and the finished runs.
 
     Attributes:
+        asked: the comparison's options.
         val: the validation examples of an evaluation.
         split: how the data are divided, or None if the data are an iterable.
-        passed: options of `fit` for each run, unchanged.
         opening: checksum of an iterable's first examples, which the runs of a resumed comparison must find again.
         callbacks: callbacks of every run.
         outcomes: a dict from (label, seed) to the run's outcome, in the order of the runs.
     """
 
+    asked: ComparisonOptions
     task: Task
     setting: Setting
     entries: Mapping[str, Entry]
     split: Partitioner | None
     val: Any
-    val_interval: int
     place: torch.device
-    processes: int
     forecast: Forecast | None
-    loss_fn: Callable[..., Tensor] | None
-    metrics: dict[str, Metric] | None
-    folder: Folder | None
-    passed: Mapping[str, Any]
     opening: int | None = None
+    folder: Folder | None = None
     callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
+
+    @property
+    def val_interval(self) -> int:
+        return self.asked.val_interval or self.setting.val_interval(len(self.val))
 
     def cells(self) -> list[Cell]:
         """Return a cell for each run, in order: each strategy with all seeds."""
@@ -77,7 +76,7 @@ class Session:
         options = self.fit_options(entry)
         return Cell(
             task, entry.strategy, seed, None if self.folder is None else self.folder.child(label, seed),
-            options | {"callbacks": self.callbacks}, label, self.loss_fn, self.metrics,
+            options | {"callbacks": self.callbacks}, label, self.asked.loss_fn, self.asked.metrics,
         )  # fmt: skip
 
     def train_all(self, watch: Callable[[Standing], object] | None = None) -> None:
@@ -108,15 +107,16 @@ class Session:
         """How the nodes get their examples, as text."""
         if self.split is not None:
             return repr(self.split)
-        return f"read in order, window {self.in_order.window}" if self.passed["shuffle"] else "read in order"
+        return f"read in order, window {self.in_order.window}" if self.asked.shuffle else "read in order"
 
     def fit_options(self, entry: Entry) -> dict[str, Any]:
         """Return the options with which `fit` trains a strategy, for all seeds."""
         nodes = self.setting.nodes
-        given: dict[str, Any] = {
-            **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
+        given: dict[str, Any] = {field.name: getattr(self.asked, field.name) for field in fields(RunOptions)}
+        given |= {
+            "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
             "val_interval": self.val_interval, "device": self.place, "partitioner": self.split,
-            "processes": self.processes, "progress": False,
+            "processes": self.asked.processes, "progress": False,
         }  # fmt: skip
         if self.forecast is not None:
             given |= self.forecast.fit_options(entry.alone)

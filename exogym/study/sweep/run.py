@@ -268,7 +268,7 @@ class _Sweep:
             except ArgumentError as error:
                 raise ArgumentError(f"cell {label}: {error}") from error
             self.cells[label], self.sessions[label] = cell, session
-            self.asked[label] = asked_of(session, None)
+            self.asked[label] = asked_of(session)
 
     def train(self) -> None:
         search = self.options.search
