@@ -7,7 +7,6 @@ import inspect
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,12 +21,11 @@ from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
 from exogym.study.compare import compare as run_comparison
-from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
+from exogym.study.compare.asked import PASSED_AS_TEXT
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.estimate import estimate as estimate_of_comparison
 from exogym.study.compare.folder import OPTION, named_again, resume_command, saved_in
 from exogym.study.sweep import Swept
-from exogym.study.sweep.run import SweepOptions
 
 NETWORK_HELP = (
     f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), '1Gbps,1Gbps,50Mbps:10ms' (each node's "
@@ -104,9 +102,9 @@ def of_a_study(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def asked_in(context: typer.Context, options: type[ComparisonOptions | SweepOptions]) -> dict[str, Any]:
-    """Return a study's options on a command line, under their names in Python. Its folder is left out."""
-    known = {*PASSED_AS_TEXT, *(field.name for field in fields(options))} - {"axes", "out", "resume", "placement"}
+def asked_in(context: typer.Context, study: Callable[..., Any]) -> dict[str, Any]:
+    """Return the options of `compare` or `sweep` on a command line, under their names in Python, without the folder."""
+    known = {*PASSED_AS_TEXT, *inspect.signature(study).parameters} - {"axes", "out", "resume", "placement"}
     given = {name: value for name, value in context.params.items() if name in known}
     return given | {"problem": context.params["dataset"]}
 
@@ -157,7 +155,7 @@ def compare(
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
-    given = asked_in(context, ComparisonOptions) | {"speeds": numbers_of("--speeds", speeds)}
+    given = asked_in(context, run_comparison) | {"speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
     for name in ("step_seconds", "speeds"):

@@ -14,7 +14,6 @@ from exogym.options import LONG, placed
 from exogym.progress import notice
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
-from exogym.study.sweep.run import SweepOptions
 from exogym.study.sweep.run import estimate as estimate_of_sweep
 
 
@@ -52,7 +51,7 @@ def sweep(
     Prints a table (mean ± standard deviation over seeds) and the best cell. Writes sweep.json, summary.csv, sweep.png
     and each run's folder. --resume with the same options continues an interrupted sweep.
     """
-    given = {**placed(asked_in(context, SweepOptions)), "axes": _in_full(axes), "processes": processes_of(processes)}
+    given = {**placed(asked_in(context, run_sweep)), "axes": _in_full(axes), "processes": processes_of(processes)}
     check_dataset(given["problem"])
     if context.params["estimate"]:
         print(estimate_of_sweep(**given))

@@ -134,7 +134,7 @@ BEYOND: dict[str, str] = {
         exogym.machines.remote.results: FitResults carry_out facts_of names
         exogym.study.advise.advice: beside_ddp command
         exogym.study.advise.prediction: DEFAULT_STRATEGIES STEPS
-        exogym.study.compare.asked: ComparisonOptions PASSED_AS_TEXT
+        exogym.study.compare.asked: PASSED_AS_TEXT
         exogym.study.compare.catalog: choices_of
         exogym.study.compare.comparison: Comparison
         exogym.study.compare.estimate: estimate
@@ -144,7 +144,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 48, "mesh": 26, "clusters": 18, "ui": 37, "study": 61, "cli": 38}  # names of each wing in `BEYOND`
+MOST = {"home": 48, "mesh": 26, "clusters": 18, "ui": 37, "study": 61, "cli": 37}  # names of each wing in `BEYOND`
 
 
 # What may be imported
@@ -252,7 +252,7 @@ def test_a_wing_imports_public_names_and_seams(wing: str) -> None:
 
 
 def test_the_exceptions_become_fewer() -> None:
-    assert sum(MOST.values()) <= 229
+    assert sum(MOST.values()) <= 227
 
 
 def test_seams_are_there() -> None:
