@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from exogym.core.engine.forks import run_forked
+from exogym.core.engine.forks import fork, run_forked
 from exogym.core.engine.protocol import place
 from exogym.core.engine.wire import ProcessWire
 
@@ -83,21 +83,6 @@ def of_session(session):
 
 
 # Forked ones
-
-
-def fork():
-    """Fork this process; what is garbage here is not the fork's to collect.
-
-    A process group of torch's among it would wait in its destructor for threads that a fork does not take along.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    pid = os.fork()
-    if pid == 0:
-        gc.freeze()
-    if collects:
-        gc.enable()
-    return pid
 
 
 def apart(body, patience_s=60):

@@ -15,7 +15,6 @@ as one of the first K processes, and receives that process's results.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
@@ -86,7 +85,7 @@ class NodeColumns(Columns):
                 self._meshes[key] = DeviceMesh.from_group(held, self.device.type, ranks, mesh_dim_names=tuple(axes))
             else:
                 shape = (dist.get_world_size() // self.parts, *axes.values())
-                with ports_closed_afterwards() if self.device.type == "cpu" else contextlib.nullcontext():
+                with ports_closed_afterwards("gloo" if self.device.type == "cpu" else "nccl"):
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
                 self.groups += whole.get_all_groups()

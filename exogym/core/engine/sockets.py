@@ -41,17 +41,17 @@ def shut(descriptor: int, inode: int) -> None:
 
 
 @contextlib.contextmanager
-def ports_closed_afterwards() -> Iterator[None]:
-    """A context in which to make a gloo process group. At its end, the port at which the members connected is closed.
+def ports_closed_afterwards(backend: str) -> Iterator[None]:
+    """A context in which to make a process group. At its end, the port at which gloo's members connected is closed.
 
     gloo keeps this port open as long as the group exists, and lets anybody connect. gloo needs the port only until all
     members are connected, but fails if the port's socket is closed. So the context tells the kernel to drop all packets
     that arrive at this port. Only Linux can do this; on other systems the port stays open. Sockets that listen on all
-    addresses are not gloo's, so the context does not change them.
+    addresses are not gloo's, so the context does not change them. Other backends keep their ports.
     """
     before = sockets()
     yield
-    if sys.platform == "linux":
+    if sys.platform == "linux" and backend == "gloo":
         for descriptor, inode in sockets() - before:
             _touch(descriptor, inode, _close_port)
 

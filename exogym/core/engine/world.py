@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +42,7 @@ def join_group(backend: str, **where: Any) -> None:
     The process leaves the group before it ends, because torch aborts a process that ends while a thread of its group
     runs.
     """
-    with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
+    with ports_closed_afterwards(backend):
         dist.init_process_group(backend, **where)
     atexit.unregister(leave_group)
     atexit.register(leave_group)
@@ -54,10 +53,7 @@ def new_group(ranks: Sequence[int] | None = None) -> Any:
 
     All processes make this call together, and wait for each other in it.
     """
-    with (
-        pulse.at(pulse.WAITING),
-        ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext(),
-    ):
+    with pulse.at(pulse.WAITING), ports_closed_afterwards(dist.get_backend()):
         return dist.new_group(None if ranks is None else list(ranks))
 
 

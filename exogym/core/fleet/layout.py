@@ -83,9 +83,8 @@ class Layout:
         """The columns of the whole row that this part has, (numel,), in ascending order."""
         if self.whole is None:
             return torch.arange(self.numel)
-        place = {slot.name: slot for slot in self.whole}
-        every = ((slot, torch.arange(place[slot.name].numel).view(place[slot.name].shape)) for slot in self)
-        found = [place[slot.name].start + slot.cut(x).reshape(-1) for slot, x in every]
+        starts = {slot.name: slot.start for slot in self.whole}
+        found = [starts[slot.name] + parameter_cut(self, slot).columns for slot in self]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def here(self, indices: Tensor) -> Tensor:

@@ -357,7 +357,7 @@ def test_a_port_is_closed_once_a_group_has_met() -> None:
     """What listened before, and what listens on all addresses, is left alone; what listens is not disturbed."""
     before = listen("127.0.0.1")
     count = len(sockets())
-    with ports_closed_afterwards():
+    with ports_closed_afterwards("gloo"):
         made, wide = listen("127.0.0.1"), socket.create_server(("", 0))
         inside = socket.create_connection(made.getsockname(), PLACE_S)
         known, _ = made.accept()
