@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.devices import one_thread, resolve_device
-from exogym.core.base.modes import modes_of, set_modes
+from exogym.core.base.modes import kept_modes
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
@@ -194,17 +194,13 @@ class LocalTrainer(Trainer):
         is_here = options.placement.engine is None
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
         device = resolve_device(local_device(options.device)) if is_here else torch.device("cpu")
-        with _turn.taken(self.model), preserved_state(device), one_thread(device):
-            modes = modes_of(self.model)
-            try:
-                if is_here:
-                    run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)
-                else:
-                    from exogym.core.training.away import send
+        with _turn.taken(self.model), preserved_state(device), one_thread(device), kept_modes(self.model):
+            if is_here:
+                run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)
+            else:
+                from exogym.core.training.away import send
 
-                    send(self, options, device)
-            finally:
-                set_modes(self.model, modes)
+                send(self, options, device)
         return self.model
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:

@@ -7,41 +7,36 @@ BatchNorm, a frozen backbone with dropout). So ExoGym calls it through these fun
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from torch import nn
 
-Modes = Sequence[tuple[nn.Module, bool]]
 
-
-def modes_of(model: nn.Module) -> Modes:
-    """Return each submodule of `model`, itself included, with its mode: True in training mode."""
-    return [(module, module.training) for module in model.modules()]
-
-
-def set_modes(model: nn.Module, modes: Modes) -> None:
-    """Give each submodule the mode that `modes_of` returned.
+@contextlib.contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """A context at whose exit each submodule of `model` gets its own mode back.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
-    >>> modes = modes_of(model)
-    >>> set_modes(model.eval(), modes)
+    >>> with kept_modes(model):
+    ...     _ = model.eval()
     >>> model[0].training, model[1].training
     (True, False)
     """
-    model.train(modes[0][1])  # modules may do more in a train() of their own
-    for module, training in modes:
-        module.training = training
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        model.train(modes[0][1])  # modules may do more in a train() of their own
+        for module, training in modes:
+            module.training = training
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """A context with the whole model in evaluation mode. At the exit each submodule gets its own mode back."""
-    modes = modes_of(model)
-    model.eval()
-    try:
+    with kept_modes(model):
+        model.eval()
         yield
-    finally:
-        set_modes(model, modes)
 
 
 def start_training(model: nn.Module) -> list[str]:
@@ -60,7 +55,7 @@ def start_training(model: nn.Module) -> list[str]:
     >>> model[0].training, model[1].training
     (True, True)
     """
-    modes = dict(modes_of(model))
+    modes = {module: module.training for module in model.modules()}
     model.train()
     kept: list[str] = []
     if any(modes.values()):
