@@ -7,9 +7,12 @@ is alone: it does not wrap the model in DDP, and does not divide the data.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from exogym.attached.node import wire_of_world
 from exogym.attached.nodes import Nodes, attach
@@ -17,14 +20,52 @@ from exogym.core.communicator import gather
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, checked
 from exogym.integrations.dealing import GradientWeight
-from exogym.integrations.optimizer import StrategyOptimizer
 from exogym.strategy.outer import few_rounds
 
+RATE = 1.0  # what a trainer sees as the learning rate of a `StrategyOptimizer`; nothing uses it
 LAUNCHED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",  # torchrun
     "TORCHELASTIC_RUN_ID", "SLURM_NTASKS",  # how Lightning sees a launch
     "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE",  # how Accelerate sees MPI
 )  # fmt: skip
+
+
+class StrategyOptimizer(Optimizer):
+    """Take the node's step in `step()`: the strategy's own optimizer changes the parameters.
+
+    A trainer can hold this object as its optimizer. The strategy's `lr` and `lr_scheduler` decide the learning rate,
+    and the rate of this object has no effect. So a trainer's scheduler is an error as soon as it changes the rate.
+
+    Args:
+        model: the model with the trained parameters.
+
+    Attributes:
+        nodes: the attached `Nodes`, from the start of training on.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__([p for p in model.parameters() if p.requires_grad], {"lr": RATE})
+        self.nodes: Nodes | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Tensor | float | None:  # type: ignore[override]
+        """Compute the gradients with `closure`, if there is one, and take the node's step.
+
+        Raises:
+            ArgumentError: no run is attached, or a scheduler has changed the learning rate.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.nodes is None:
+            raise ArgumentError("the strategy's optimizer was stepped before training: give the trainer the callback")
+        if any(group["lr"] != RATE for group in self.param_groups):
+            raise ArgumentError(
+                "a scheduler has changed the learning rate of the trainer's optimizer, but the strategy's own "
+                "optimizer takes the steps: leave the trainer's scheduler out, and give lr_scheduler to the strategy"
+            )
+        self.nodes.step()
+        return loss
 
 
 class Adapter:
@@ -61,7 +102,7 @@ class Adapter:
         """
         return StrategyOptimizer(model)
 
-    def _follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nodes:
+    def _follow(self, model: nn.Module, optimizer: Optimizer) -> Nodes:
         """Attach the strategy to a trainer that calls `optimizer.step()`; see `Nodes.follow_optimizer`."""
         own = None if isinstance(optimizer, StrategyOptimizer) else optimizer
         self.nodes = nodes = attach(model, own, self.strategy, total_steps=self.total_steps, seed=self.seed)

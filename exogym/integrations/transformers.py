@@ -20,8 +20,7 @@ from transformers import TrainerCallback
 
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.integrations.dealing import Dealt
-from exogym.integrations.joining import Adapter, has_schedule, refuse
-from exogym.integrations.optimizer import StrategyOptimizer
+from exogym.integrations.joining import Adapter, StrategyOptimizer, has_schedule, refuse
 
 __all__ = ["ExoGymCallback"]
 STATE = "nodes.pt"  # in each checkpoint of the Trainer

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_port, nearest
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_port, checked
 
 DEFAULT_PORT = 29500
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -60,13 +58,6 @@ class LaunchConfig:
     start_timeout: int = 600
     log_dir: str | os.PathLike[str] | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> LaunchConfig:
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in kwargs:
-            if name not in names:
-                raise ArgumentError(f"LaunchConfig() has no argument {name!r}: {nearest(name, names)}")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         for name in ("nproc_per_node", "nnodes", "start_timeout"):
             check_count(name, getattr(self, name))
@@ -105,6 +96,9 @@ class LaunchConfig:
     def endpoint(self) -> str:
         """Machine 0's address and port as one text, such as "10.0.0.1:29500"."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+LaunchConfig.__init__ = checked(LaunchConfig.__init__)  # type: ignore[method-assign]
 
 
 def _missing(backend: str) -> str | None:

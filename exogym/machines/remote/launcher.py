@@ -21,7 +21,6 @@ from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host, HostsConfig
-from exogym.machines.remote.inquiry import ANSWER_S
 from exogym.machines.remote.inspection import Check, check_hosts, require
 from exogym.machines.remote.orders import LAUNCH, NETWORK, RETRY, RUNS, HostOrder, inside, orders
 from exogym.machines.remote.sync import sync_project
@@ -42,8 +41,6 @@ class SSHLauncher:
             pauses. After such a restart the processes find the number of restarts in EXOGYM_NETWORK_RETRY.
         project: the project's folder on this machine. Default: the current folder.
         out: folder in which each run gets a new folder for its logs.
-        start_timeout_s: seconds within which the launchers of all hosts must connect to each other.
-        answer_s: seconds to wait for each of a host's answers in the checks before the run.
         echo: True to print the processes' output on this machine.
 
     Attributes:
@@ -67,13 +64,10 @@ class SSHLauncher:
         retries: int = 0,
         project: str | os.PathLike[str] | None = None,
         out: str | os.PathLike[str] = RUNS,
-        start_timeout_s: int = 300,
-        answer_s: float = ANSWER_S,
         echo: bool = True,
     ):
         self.config = HostsConfig.load(hosts_config)
         check_count("max_restarts", max_restarts, least=0)
-        check_count("start_timeout_s", start_timeout_s)
         check_count("retries", retries, least=0)
         if min_hosts is not None:
             check_count("min_hosts", min_hosts)
@@ -84,15 +78,15 @@ class SSHLauncher:
         self.min_hosts, self.retries = min_hosts, retries
         self.finished: list[Host] = []
         self._budgets: dict[Host, Budget] = {}  # for fetched files
-        self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
+        self.sync, self.max_restarts = sync, max_restarts
         self.project = os.path.realpath(project or os.getcwd())
-        self.out, self.answer_s, self.echo = Path(out), answer_s, echo
+        self.out, self.echo = Path(out), echo
         self.folder: Path | None = None
         self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
         """Check all hosts, and return one `Check` per host and check (see `check_hosts`)."""
-        return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir, answer_s=self.answer_s)
+        return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir)
 
     def launch(
         self,
@@ -138,8 +132,7 @@ class SSHLauncher:
             told = {NETWORK: "1", LAUNCH: launch} | dict(environment or {}) | ({RETRY: str(retry)} if retry else {})
             return orders(
                 self.config, target, [str(word) for word in args], module=module, project=self.project,
-                environment=told, max_restarts=self.max_restarts, start_timeout_s=self.start_timeout_s,
-                min_hosts=self.min_hosts,
+                environment=told, max_restarts=self.max_restarts, min_hosts=self.min_hosts,
             )  # fmt: skip
 
         with ended_by((signal.SIGTERM, signal.SIGHUP)):
@@ -191,7 +184,7 @@ class SSHLauncher:
         try:
             require(self.check(save_dir))
             if self.sync:
-                sync_project(self.config, self.project, self.answer_s)
+                sync_project(self.config, self.project)
         except BaseException:
             if folder is not None:
                 with contextlib.suppress(OSError):

@@ -21,6 +21,7 @@ PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
 RUNS = "runs"
 
+START_TIMEOUT_S = 300  # for the launchers of all hosts to connect to each other
 SILENCE_S = 60.0  # after this silence of the controller (or the membership server) a host ends its part
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s
 
@@ -70,7 +71,6 @@ def orders(
     project: str,
     environment: dict[str, str],
     max_restarts: int,
-    start_timeout_s: int,
     min_hosts: int | None = None,
 ) -> list[HostOrder]:
     """Return each host's command, which runs `exogym.launch` (torch's elastic agent) with the host's number.
@@ -85,7 +85,7 @@ def orders(
         module: True if `script` is a module's name.
         project: the project's folder on this machine, and on hosts without their own `path`.
         environment: variables to add to the environment on all hosts.
-        max_restarts, start_timeout_s, min_hosts: as for `SSHLauncher`.
+        max_restarts, min_hosts: as for `SSHLauncher`.
     """
     found = []
     master, port = config.master, config.master_port
@@ -95,7 +95,7 @@ def orders(
     if min_hosts is not None:
         environment = environment | {MEMBERSHIP: f"{master.address} {port}"}
         words = ["-m", "exogym.machines.remote.elastic.membership", "--address", master.address, "--port", str(port)]
-        words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(start_timeout_s)]
+        words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(START_TIMEOUT_S)]
         found.append(HostOrder(master, range(0), words, master.path or project, secret))
     for index, host in enumerate(config.hosts):
         own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
@@ -106,7 +106,7 @@ def orders(
             words += ["--nnodes", str(len(config.hosts))]
         if min_hosts is None and len(config.hosts) > 1:
             words += ["--node_rank", str(index), "--master_addr", master.address, "--master_port", str(port)]
-        words += ["--max_restarts", str(max_restarts), "--start_timeout", str(start_timeout_s)]
+        words += ["--max_restarts", str(max_restarts), "--start_timeout", str(START_TIMEOUT_S)]
         words += ["-m", script] if module else [script]
         words += ["--", *args]
         alone = min_hosts is None and len(config.hosts) == 1

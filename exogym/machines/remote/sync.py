@@ -49,7 +49,7 @@ def sync_words(host: Host, project: str) -> list[str]:
     return [*words, "--rsh", ssh.remote_shell(host), "--", f"{project}/", f"{name}:{there}"]
 
 
-def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
+def sync_project(config: HostsConfig, project: str) -> None:
     """Copy the project's folder to all hosts, except hosts that use this machine's folder itself.
 
     Raises:
@@ -58,11 +58,11 @@ def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
     """
     hosts = [host for host in config.hosts if copies(host, project)]
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        list(pool.map(lambda host: _copy(host, project, answer_s), hosts))
+        list(pool.map(lambda host: _copy(host, project), hosts))
 
 
-def _copy(host: Host, project: str, answer_s: float) -> None:
-    made = ask(host, "make", answer_s, folder=host.path or project)
+def _copy(host: Host, project: str) -> None:
+    made = ask(host, "make", folder=host.path or project)
     if "error" in made:
         raise ExoGymError(f"{host.address}: the project's folder cannot be made: {made['error']}")
     try:

@@ -210,7 +210,6 @@ def test_what_a_host_is_told() -> None:
     )
     first, second = orders(
         config, "./train.py", ["--name", "$(x)"], module=False, project="/p", environment={"A": "b c"}, max_restarts=3,
-        start_timeout_s=60,
     )  # fmt: skip
     assert (first.folder, second.folder, list(second.ranks)) == ("/p", "~/w", [1, 2])
     secret = second.environment.pop(SECRET)
@@ -259,7 +258,7 @@ def test_how_rsync_ended_is_said_in_words(
     monkeypatch.setenv("PATH", f"{rsync.parent}:{os.environ['PATH']}")
     hosts = HostsConfig.load({"master": "localhost", "project_path": str(tmp_path / "there")})
     with pytest.raises(ExoGymError, match=f"rsync ended with status {status}: .*{meaning}"):
-        sync_project(hosts, str(tmp_path), 60.0)
+        sync_project(hosts, str(tmp_path))
 
 
 def test_the_interface_of_an_address() -> None:
