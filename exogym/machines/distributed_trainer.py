@@ -80,7 +80,9 @@ class DistributedTrainer:
             raise ArgumentError(f"num_gpus={num_gpus}, but node= has {self.node.size} devices: leave num_gpus out")
         if world > 1:
             kind.of(self.node, 1).processes(world)
-            _check_backend(backend)
+            own = "nccl" if torch.cuda.is_available() else "gloo"
+            if backend not in ("auto", own):
+                raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: give 'auto' or {own!r}")
 
     @checked
     def train(
@@ -181,10 +183,3 @@ def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
         "dataset": loader.dataset, "batch_size": loader.batch_size, "shuffle": type(sampler) is RandomSampler,
         "kwargs": kwargs or None,
     }  # fmt: skip
-
-
-def _check_backend(backend: str) -> None:
-    """Raise ArgumentError unless the processes use `backend`."""
-    own = "nccl" if torch.cuda.is_available() else "gloo"
-    if backend not in ("auto", own):
-        raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: give 'auto' or {own!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from exogym.core.base.streams import STDERR
 from exogym.errors import ArgumentError, DataError
 from exogym.machines.distributed.group import destroy_process_group, get_distributed_info, init_process_group
 from exogym.machines.distributed.measure import DEFAULT_SIZES_BYTES, self_test, table
-from exogym.machines.distributed.probing import PROBED_BYTES, as_line, measure, step_seconds
+from exogym.machines.distributed.probing import PROBED_BYTES, measure, step_seconds
 
 
 def main() -> int:
@@ -56,11 +57,11 @@ def main() -> int:
         print(f"exogym.distributed: error: {error}", file=STDERR)
         return 2
     if info["rank"] == 0 and given.json == "-":
-        print(as_line(fields))
+        print(json.dumps(fields))
     elif info["rank"] == 0:
         if given.json is not None:
             with replacing(given.json) as file:
-                file.write(as_line(fields) + "\n")
+                file.write(json.dumps(fields) + "\n")
         print(f"{info['world_size']} processes, {info['backend']}; every result is correct\n{table(rows)}")
     return 0
 

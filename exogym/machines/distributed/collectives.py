@@ -96,7 +96,7 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
     if here:
         _check_parts(parts)
     with _call("scatter", parts[0] if here else None, src) as note:
-        shape, dtype = note.compare_with_source()
+        shape, dtype = _shape_of(note.compare(3)[src])  # only the sender knows the tensor
         out = torch.empty(shape, dtype=dtype, device=bare.device())
         dist.scatter(bare.as_bytes(out), [bare.as_bytes(_ready(part)) for part in parts] if here else None, src)
         return note.result(out)
@@ -185,33 +185,22 @@ class _Note:
         words += [0] * (5 + MOST_DIMENSIONS - len(words))
         return torch.tensor(words, dtype=torch.int64, device=bare.device())
 
-    def compare(self) -> None:
-        """Exchange the descriptions of the call. Raise ArgumentError on all processes if the calls differ."""
-        if self.world_size > 1:
-            notes = self._notes()
-            if any(words != notes[0] for words in notes):
-                self._disagree(notes)
+    def compare(self, count: int | None = None) -> list[list[int]]:
+        """Exchange the descriptions of the call, and return them by rank.
 
-    def compare_with_source(self) -> tuple[list[int], torch.dtype]:
-        """Compare the processes' calls if only the sender has the tensor. Return the tensor's shape and dtype."""
-        assert self.root is not None
-        if self.world_size == 1:
-            return _shape_of(self.words().tolist())
-        notes = self._notes()
-        if any(words[:3] != notes[0][:3] for words in notes):
-            self._disagree(notes)
-        return _shape_of(notes[self.root])
-
-    def _notes(self) -> list[list[int]]:
-        return [words.tolist() for words in bare.all_gather_(self.words())]
+        Raise ArgumentError on all processes if the first `count` words differ. None: all words.
+        """
+        notes = [words.tolist() for words in bare.all_gather_(self.words())]
+        if any(words[:count] != notes[0][:count] for words in notes):
+            calls = "; ".join(f"rank {rank} called {_text(words)}" for rank, words in enumerate(notes))
+            raise ArgumentError(
+                f"{self.kind}: the processes made different calls: {calls}; all must make the same call"
+            )
+        return notes
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank:
             raise ArgumentError(f"{self.kind}: rank {peer} is this process: give another rank")
-
-    def _disagree(self, notes: list[list[int]]) -> None:
-        calls = "; ".join(f"rank {rank} called {_text(words)}" for rank, words in enumerate(notes))
-        raise ArgumentError(f"{self.kind}: the processes made different calls: {calls}; all must make the same call")
 
 
 @contextlib.contextmanager

@@ -137,6 +137,7 @@ def _check(name: str, count: int, roots: range) -> None:
     """Run a collective on `count` numbers with every operation and root, and check the results."""
     n, rank = dist.get_world_size(), dist.get_rank()
     mine, part = _values(rank, count), count // n
+    every = torch.cat([_values(r, part) for r in range(n)])
     if name == "broadcast":
         for root in roots:
             _expect(name, collectives.broadcast(mine, root), _values(root, count))
@@ -152,11 +153,10 @@ def _check(name: str, count: int, roots: range) -> None:
                 for root in roots:
                     _expect(name, collectives.reduce(given, root, op), wanted if rank == root else None, op)
     elif name == "all_gather":
-        _expect_all(name, collectives.all_gather(mine[:part]), [_values(r, part) for r in range(n)])
+        _expect(name, _together(collectives.all_gather(mine[:part])), every)
     elif name == "gather":
         for root in roots:
-            gathered = collectives.gather(mine[:part], root)
-            _expect_all(name, gathered, [_values(r, part) for r in range(n)] if rank == root else None)
+            _expect(name, _together(collectives.gather(mine[:part], root)), every if rank == root else None)
     elif name == "scatter":
         for root in roots:
             parts = [_values(root + r, part) for r in range(n)] if rank == root else None
@@ -169,12 +169,8 @@ def _check(name: str, count: int, roots: range) -> None:
             collectives.send(mine, (rank + 1) % n)
 
 
-def _expect_all(name: str, got: list[Tensor] | None, wanted: list[Tensor] | None) -> None:
-    if got is None or wanted is None:
-        _expect(name, None if got is None else got[0], None if wanted is None else wanted[0])
-        return
-    for one, other in zip(got, wanted, strict=True):
-        _expect(name, one, other)
+def _together(parts: list[Tensor] | None) -> Tensor | None:
+    return None if parts is None else torch.cat(parts)
 
 
 def _expect(name: str, got: Tensor | None, wanted: Tensor | None, op: ReduceOp | None = None) -> None:

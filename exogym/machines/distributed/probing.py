@@ -9,7 +9,6 @@ reads the result (docs/network.md, "From measurements").
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import socket
 import statistics
@@ -123,11 +122,6 @@ def step_seconds(
         raise DataError(f"a step of the task {task!r} cannot be measured: {said[-1] if said else done.returncode}")
     step_s, evaluation_s = done.stdout.split()[-2:]
     return float(step_s), None if evaluation_s == "none" else float(evaluation_s)
-
-
-def as_line(fields: dict[str, Any]) -> str:
-    """Return the fields of a measurement as one line of JSON."""
-    return json.dumps(fields)
 
 
 def _fields(sizes: Sequence[int], repeats: int, own_s: Mapping[str, float | None], task: str | None) -> dict[str, Any]:

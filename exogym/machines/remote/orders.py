@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -94,8 +95,9 @@ def orders(
     environment = environment | secret | {SLOTS: slots}
     if min_hosts is not None:
         environment = environment | {MEMBERSHIP: f"{master.address} {port}"}
-        words = ["-m", "exogym.machines.remote.elastic.membership", "--address", master.address, "--port", str(port)]
-        words += ["--slots", slots, "--min_hosts", str(min_hosts), "--start_timeout", str(START_TIMEOUT_S)]
+        asked = {"address": master.address, "port": port, "slots": [host.slots for host in config.hosts]}
+        asked |= {"min_hosts": min_hosts, "start_timeout_s": START_TIMEOUT_S}
+        words = ["-m", "exogym.machines.remote.elastic.membership", json.dumps(asked)]
         found.append(HostOrder(master, range(0), words, master.path or project, secret))
     for index, host in enumerate(config.hosts):
         own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}

@@ -26,7 +26,7 @@ server (SIGTERM) after all hosts have ended.
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import selectors
 import signal
@@ -326,24 +326,15 @@ def _say(text: str) -> None:
     print(f"exogym: {text}", file=STDERR, flush=True)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m exogym.machines.remote.elastic.membership", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--slots", required=True, help="processes of each host, as in 1,2,1")
-    parser.add_argument("--min_hosts", type=int, required=True)
-    parser.add_argument("--start_timeout", type=float, required=True)
-    given = parser.parse_args(words)
-    membership = Membership([int(count) for count in given.slots.split(",")], given.min_hosts, given.start_timeout)
+def main(given: str) -> None:
+    """Serve as `given` says: a JSON object with the fields of `orders`."""
+    asked = json.loads(given)
+    address, port = asked["address"], asked["port"]
+    membership = Membership(asked["slots"], asked["min_hosts"], asked["start_timeout_s"])
     try:
-        server = MembershipServer(membership, given.address, given.port, os.environ[SECRET])
+        server = MembershipServer(membership, address, port, os.environ[SECRET])
     except OSError as error:
-        sys.exit(
-            f"the membership server cannot listen at {given.address} port {given.port}: {error}; give another "
-            "master_port"
-        )
+        sys.exit(f"the membership server cannot listen at {address} port {port}: {error}; give another master_port")
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.stopping = True  # processes that still run must end too, and may still save the run
@@ -353,4 +344,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
