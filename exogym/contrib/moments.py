@@ -36,7 +36,7 @@ class Moments:
         optimizer = OptimSpec(spec.cls, **spec.kwargs).build(named, hidden={"weight"})
         for p in named.values():
             p.grad = torch.ones_like(p)
-        (bare_step(optimizer) or optimizer.step)()  # without importing torch's compiler, which takes a second
+        bare_step(optimizer)()  # without importing torch's compiler, which takes a second
         kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
         names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
         if not names:

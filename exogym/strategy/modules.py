@@ -229,16 +229,14 @@ class PeriodicModule(CommunicationModule):
             check_count("H", H)
             self.interval_steps = H
 
-    @property
-    def _rounds(self) -> Rounds:
-        return Rounds(self.interval_steps) if self.rounds is None else self.rounds
-
     def features(self) -> dict[str, str]:
         uneven = f"H={getattr(self.rounds, 'H', 'a function')!r}, in rounds of different lengths"
         return {} if self.rounds is None else {"rounds of different lengths": uneven}
 
     def next_event(self, step: int) -> int:
-        return self._rounds.end_after(step)
+        if self.rounds is not None:
+            return self.rounds.end_after(step)
+        return (step // self.interval_steps + 1) * self.interval_steps
 
     def couples_every(self, N: int) -> float:
         return self.interval_steps
@@ -248,11 +246,11 @@ class PeriodicModule(CommunicationModule):
 
     def round_of(self, step: int) -> int:
         """Return the round (from 0) in which step number `step` (from 1) is taken."""
-        return self._rounds.of_step(step)
+        return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
 
     def end_of(self, round_: int) -> int:
         """Return the step (from 1) that ends round `round_` (from 0)."""
-        return sum(self._rounds.first(round_ + 1))
+        return (round_ + 1) * self.interval_steps if self.rounds is None else sum(self.rounds.first(round_ + 1))
 
 
 def _as_tensor(value: bool | int | float) -> Tensor:

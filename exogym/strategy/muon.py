@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from exogym.strategy.kernels import bare_step, can_fuse
+from exogym.core.base.torch_private import bare_step, can_fuse
 
 
 class HiddenAdamW(Optimizer, ABC):

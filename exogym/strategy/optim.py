@@ -24,9 +24,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.core.base.torch_private import FusedSGD, without_compiler
+from exogym.core.base.torch_private import FUSED, FusedSGD, can_fuse, is_torchs, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
-from exogym.strategy.kernels import FUSED, can_fuse, is_torchs
 from exogym.strategy.muon import HiddenAdamW, MuonAdamW
 from exogym.strategy.packing import load_optimizer_state, optimizer_state, remember_as_built
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from exogym.core.base.torch_private import is_of_every_optimizer
+from exogym.core.base.torch_private import is_of_every_optimizer, is_torchs
 from exogym.core.fleet.layout import Cut, Layout, Slot, parameter_cut
 from exogym.errors import StrategyError
-from exogym.strategy.kernels import is_torchs
 
 SKELETON = "skeleton"
 KEEP = object()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.core.base.torch_private import scale_
+from exogym.core.base.torch_private import bare_step, scale_
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.core.refusals import UNTRIED
@@ -25,7 +25,6 @@ from exogym.errors import ArgumentError, StrategyError, as_call, bind, without_a
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
 from exogym.strategy.capabilities import ChoosesClients, Clients
-from exogym.strategy.kernels import bare_step
 from exogym.strategy.names import ByName, Home, homes
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import arguments_of, defined, split, taking

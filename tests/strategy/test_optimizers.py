@@ -28,10 +28,10 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
+from exogym.core.base.torch_private import bare_step
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ExoGymError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
-from exogym.strategy.kernels import bare_step
 from exogym.strategy.muon import MuonAdamW
 
 PAGE = ROOT / "docs" / "optimizers.md"

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from exogym.core.base.torch_private import bare_step, is_torchs
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Stateful, Tensors
 from exogym.strategy.capabilities import Corrects
-from exogym.strategy.kernels import bare_step, is_torchs
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
 from exogym.strategy.strategy import Inner, clip_rows

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch, tensors_in
 from exogym.core.base.devices import free_memory_bytes
 from exogym.core.base.rng import preserved_state
-from exogym.core.base.torch_private import strided_parts, uncompiled
+from exogym.core.base.torch_private import bare_step, strided_parts, uncompiled
 from exogym.core.compute.first_step import trying
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
-from exogym.strategy.kernels import bare_step
 from exogym.strategy.strategy import Run, Strategy
 
 if TYPE_CHECKING:

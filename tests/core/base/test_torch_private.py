@@ -236,6 +236,18 @@ def test_torchs_own_fused_sgd_fails_there() -> None:
         two_steps(torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True), ps)
 
 
+@tries("can_fuse", "which numbers fused kernels on the CPU compute")
+def test_fused_kernels_on_the_cpu_need_wide_numbers() -> None:
+    wide, half = torch.ones(9), torch.ones(9, dtype=torch.bfloat16)
+    assert torch_private.can_fuse([wide, wide.double()]) and not torch_private.can_fuse([wide, half])
+
+
+@tries("is_torchs", "where optimizers are defined")
+def test_torchs_own_optimizers_are_known() -> None:
+    own = type("Own", (torch.optim.SGD,), {"__module__": "theirs"})
+    assert torch_private.is_torchs(torch.optim.SGD) and not torch_private.is_torchs(own)
+
+
 @tries("bare_step", "what is wrapped around Optimizer.step")
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_bare_step_is_the_same_step(cls: Any) -> None:
@@ -262,12 +274,12 @@ def test_a_step_with_hooks_keeps_its_wrapper() -> None:
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     own = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
     for register in (*own, register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        assert torch_private.bare_step(optimizer) is not None
+        assert torch_private.bare_step(optimizer) != optimizer.step
         handle = register(lambda *a: None)
-        assert torch_private.bare_step(optimizer) is None
+        assert torch_private.bare_step(optimizer) == optimizer.step
         handle.remove()
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # counts the steps
-    assert torch_private.bare_step(optimizer) is None
+    assert torch_private.bare_step(optimizer) == optimizer.step
 
 
 APART = """
