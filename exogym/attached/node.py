@@ -36,14 +36,12 @@ from exogym.core.record.history import History
 from exogym.core.record.observers import Observers
 from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.snapshots import put_back, snapshot_of
-from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Algorithm, Driver, Setting
 from exogym.core.training.evaluating import Models
 from exogym.core.training.features import ALGORITHMS
 from exogym.core.training.options import describe
-from exogym.core.training.reports import Reports, Totals
 from exogym.core.training.resuming import sum_of_shared
-from exogym.core.training.standing import Standing
+from exogym.core.training.standing import Agenda, Reports, Standing, Totals
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelError, TrainingError
 from exogym.strategy.outer import few_rounds

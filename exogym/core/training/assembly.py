@@ -20,11 +20,11 @@ from exogym.core.progress import Progress, notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
 from exogym.core.record.observers import Observer, Observers, Showing, StepFile
-from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
 from exogym.core.training.features import add_figures, make_driver
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions, Subject
+from exogym.core.training.standing import Agenda
 from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError

@@ -13,9 +13,8 @@ from exogym.core.base import pulse
 from exogym.core.communicator import tell
 from exogym.core.fleet.state import Shared
 from exogym.core.record.history import History
-from exogym.core.training.agenda import Agenda, divides
 from exogym.core.training.evaluating import Model, Models
-from exogym.core.training.standing import Standing
+from exogym.core.training.standing import Agenda, Standing, divides
 from exogym.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:

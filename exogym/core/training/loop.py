@@ -28,11 +28,9 @@ from exogym.core.progress import GOING_ON, Progress
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
-from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
 from exogym.core.training.evaluating import Models
-from exogym.core.training.reports import Reports, Totals
-from exogym.core.training.standing import Standing
+from exogym.core.training.standing import Agenda, Reports, Standing, Totals
 from exogym.errors import Stopped
 
 if TYPE_CHECKING:

@@ -274,7 +274,7 @@ def test_a_run_that_lost_its_folder_ends_before_it_writes(tmp_path):
 
 def test_the_beat_is_that_of_the_training_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "BEAT_S", 0.0)
-    monkeypatch.setattr("exogym.core.training.reports.SIGN_PAUSE_S", 0.0)
+    monkeypatch.setattr("exogym.core.training.standing.SIGN_PAUSE_S", 0.0)
     seen = []
 
     def look(loop):

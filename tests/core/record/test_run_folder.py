@@ -21,7 +21,7 @@ from exogym.core.base.locks import LOCK
 from exogym.core.base.processes import described
 from exogym.core.record.observers import Observer
 from exogym.core.record.run_folder import FILES, RunFolder, read_status
-from exogym.core.training.reports import SIGN_PAUSE_S
+from exogym.core.training.standing import SIGN_PAUSE_S
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.logger import CSVLogger, in_json
