@@ -58,13 +58,13 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
     return bps
 
 
-def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> float:
-    """Return seconds, at least `least`, from a number or from text in ns, us, ms, s, min, h or d (days).
+def parse_seconds(given: Any, name: str = "latency") -> float:
+    """Return seconds, at least 0, from a number or from text in ns, us, ms, s, min, h or d (days).
 
     Text needs a unit, except for 0 or if `name` ends in "_s" or "seconds".
 
     Raises:
-        ArgumentError: not a number, no unit, an unknown unit, below `least` or not finite.
+        ArgumentError: not a number, no unit, an unknown unit, negative or not finite.
 
     >>> parse_seconds("0.5ms"), parse_seconds(2), parse_seconds("50 us")
     (0.0005, 2.0, 5e-05)
@@ -80,8 +80,8 @@ def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> floa
     if unit and unit not in SECONDS:
         raise ArgumentError(f"{name}={given!r} has no known unit: wanted ns, us, ms, s, min, h or d, as in '0.5ms'")
     seconds = value / PER_SECOND[unit] if unit in PER_SECOND else value * SECONDS.get(unit, 1.0)
-    if not least <= seconds < math.inf:
-        raise ArgumentError(f"{name}={given!r} must be at least {least:g} and finite, in seconds or as '0.5ms'")
+    if not 0 <= seconds < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be at least 0 and finite, in seconds or as '0.5ms'")
     return seconds
 
 
