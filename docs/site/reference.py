@@ -354,11 +354,15 @@ def packages_on_pages() -> dict[str, list[str]]:
 
 
 def options() -> str:
-    """Return every option of `LocalTrainer.fit`: its type, its default, and what it does."""
-    from exogym import LocalTrainer
+    """Return every option of `LocalTrainer.fit` and of `Placement`: its type, its default, and what it does."""
+    from exogym import LocalTrainer, Placement
 
-    fit = inspect.signature(LocalTrainer.fit).parameters
-    (section,) = (what for kind, what in blocks(LocalTrainer.fit.__doc__ or "") if kind == "Args")
+    return f"{_options(LocalTrainer.fit)}\n\n## Options of a Placement\n\n{_options(Placement)}"
+
+
+def _options(taken: Any) -> str:
+    fit = inspect.signature(taken).parameters
+    (section,) = (what for kind, what in blocks(taken.__doc__ or "") if kind == "Args")
     parts = []
     for names, meaning in section:
         heads = []

@@ -25,7 +25,7 @@ from paths import ROOT
 from processes import python
 
 import exogym
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 
 sys.path.append(str(ROOT / "docs" / "site"))  # no package: scripts of the pages
 
@@ -99,7 +99,7 @@ def test_a_name_without_an_example_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_option_of_fit_is_told() -> None:
-    names = set(inspect.signature(LocalTrainer.fit).parameters) - {"self"}
+    names = {*inspect.signature(LocalTrainer.fit).parameters, *inspect.signature(Placement).parameters} - {"self"}
     told = {word for head in re.findall(r"^(`.*)$", reference.options(), re.M) for word in re.findall(r"`(\w+)", head)}
     assert told == names
 
