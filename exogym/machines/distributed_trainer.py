@@ -98,29 +98,31 @@ class DistributedTrainer:
 
         Args:
             train_loader: a loader. The trainer uses the loader's data set, batch size, shuffling and number of workers,
-                but does not iterate over the loader itself. An epoch's last, shorter batch is a step, too.
+                but does not iterate over the loader itself. Unless the loader has `drop_last`, an epoch's last, shorter
+                batch is a step, too.
             epochs: number of passes over the training data.
             val_loader: a loader whose data set is used for an evaluation after each epoch.
             accumulation_steps: number of batches per step.
             seed: seed of the data's order and of the model's random numbers.
 
         Raises:
-            ArgumentError: a loader has its own sampler, has no batch size, or drops the last batch; or an error of
-                `LocalTrainer.fit`.
+            ArgumentError: a loader has its own sampler, or has no batch size; or an error of `LocalTrainer.fit`.
         """
-        given = _parts_of(train_loader, "train_loader")
-        validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]
+        options = _options_of(train_loader, "train_loader")
+        validation = None
+        if val_loader is not None:
+            _options_of(val_loader, "val_loader")
+            validation = val_loader.dataset
         if world_size() == 1 and self.node.size > 1:
             notice(
                 f"one process simulates {self.node.size} devices: equal up to rounding, not faster. To use real "
                 f"devices, start this script with python -m exogym.launch --nproc_per_node {self.node.size}"
             )
-        trainer = LocalTrainer(self.model, given["dataset"], validation, loss_fn=self.loss_fn)
+        trainer = LocalTrainer(self.model, train_loader.dataset, validation, loss_fn=self.loss_fn)
         try:
             return trainer.fit(
-                SimpleReduceStrategy(self.optim), node=self.node, num_epochs=epochs, batch_size=given["batch_size"],
-                gradient_accumulation=accumulation_steps, shuffle=given["shuffle"], seed=seed,
-                dataloader_kwargs=given["kwargs"],
+                SimpleReduceStrategy(self.optim), node=self.node, num_epochs=epochs,
+                gradient_accumulation=accumulation_steps, seed=seed, **options,
             )  # fmt: skip
         finally:
             self.history = trainer.history
@@ -153,8 +155,8 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     return OptimSpec(type(optimizer), **{k: v for k, v in options.items() if v != signature[k].default})
 
 
-def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
-    """Return a loader's data set, batch size, shuffling, and its other arguments that are not the defaults.
+def _options_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
+    """Return the options of `fit` that make a loader's batches again.
 
     Raises:
         ArgumentError: `loader` is not a DataLoader, or these arguments cannot make its batches again.
@@ -172,14 +174,9 @@ def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
             f"{name} has its own {type(sampler).__name__}, but the trainer itself chooses each device's examples: give "
             "shuffle=True or False instead"
         )
-    if loader.drop_last and len(loader.dataset) % loader.batch_size:  # type: ignore[arg-type]
-        raise ArgumentError(
-            f"{name} drops its last, shorter batch, but the trainer trains on this batch: leave drop_last out"
-        )
-    kwargs: dict[str, Any] = {} if loader.collate_fn is default_collate else {"collate_fn": loader.collate_fn}
-    kwargs |= {"num_workers": loader.num_workers} if loader.num_workers else {}
-    kwargs |= {"worker_init_fn": loader.worker_init_fn} if loader.worker_init_fn is not None else {}
+    plain = {"collate_fn": default_collate, "num_workers": 0, "worker_init_fn": None, "drop_last": False}
+    kwargs = {option: getattr(loader, option) for option in plain if getattr(loader, option) != plain[option]}
     return {
-        "dataset": loader.dataset, "batch_size": loader.batch_size, "shuffle": type(sampler) is RandomSampler,
-        "kwargs": kwargs or None,
+        "batch_size": loader.batch_size, "shuffle": type(sampler) is RandomSampler,
+        "dataloader_kwargs": kwargs or None,
     }  # fmt: skip

@@ -264,8 +264,8 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker, batch: Any
         subject.val_dataset, nodes, batch_size=size, seed=options.seed, shuffle=False, is_train=False,
         dataloader_kwargs=options.dataloader_kwargs, may_be_empty=True,
     )  # fmt: skip
-    if stream.endless and options.val_size is None:
-        check({"validation iterable without a length": "a val_dataset without a length", "no val_size": "no val_size"})
+    if stream.endless:
+        check(options.features() | {"validation iterable without a length": "a val_dataset without a length"})
     return Evaluator(worker, stream, subject.metrics or {}, options.val_size)
 
 

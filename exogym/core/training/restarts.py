@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from exogym.core.combinations import check, features_of
+from exogym.core.combinations import check
 from exogym.core.engine.protocol import Moved
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions
@@ -56,7 +56,7 @@ def _attempts(model: nn.Module, options: FitOptions, most: int) -> Iterator[FitO
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
-        check(features_of(max_restarts=most) | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
+        check(options.features() | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
     kept = {name: x.detach().clone() for name, x in tensors}
     yield options
     for _ in range(most):

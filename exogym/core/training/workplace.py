@@ -86,10 +86,8 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
     Raises:
         ArgumentError: it must, but the user gave neither `num_epochs` nor `max_steps`.
     """
-    if options.num_epochs is None and options.max_steps is None:
-        sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
-        unsaid = {"no num_epochs or max_steps": "no num_epochs or max_steps"}
-        check({"factory of sampled clients": sampled} | unsaid)
+    sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
+    check(options.features() | {"factory of sampled clients": sampled})
     if options.num_epochs is not None:
         say(wire, f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
     return options.num_epochs is not None or options.strategy.clients.asks_all_lengths
@@ -108,8 +106,7 @@ def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
     """Give lazy modules their shapes and their initial values, drawn from the seed. Statistics do not change."""
     tensors = [*worker.model.parameters(), *worker.model.buffers()]
-    lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
-    if any(isinstance(x, lazy) for x in tensors):
+    if any(map(nn.parameter.is_lazy, tensors)):
         seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
         with evaluation_mode(worker.model), torch.no_grad():
             worker.loss(worker.to_device(batch))

@@ -111,7 +111,7 @@ class Assembly:
         """Assemble this process's part alone, and join the training members."""
         alone = dataclasses.replace(
             options, save_dir=None, checkpoint_interval=None, resume=False, run_dir=None,
-            placement=dataclasses.replace(options.placement, max_restarts=0),
+            placement=dataclasses.replace(options.placement, max_restarts=0, client_state_memory=None),
             logger=options.logger if self.member.rank == 0 else None,
             progress=options.progress if self.member.rank == 0 else False,
         )  # fmt: skip
