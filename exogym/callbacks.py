@@ -270,7 +270,9 @@ class WeightAverage(Callback):
             (slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout.whole or block.layout
         ]
         if self.count and loop.evaluated_at == loop.step:
-            vectors, buffers = self._on(loop.fleet.blocks[0].params.device)
+            device = loop.fleet.blocks[0].params.device
+            vectors = [x.to(device) for x in self._vectors]
+            buffers = {name: x.to(device) for name, x in self._buffers.items()}
             values = {f"average_{name}": value for name, value in loop.measure(vectors, buffers).items()}
             loop.history.add_evaluation(loop.step, loop.epoch, values)
 
@@ -286,9 +288,6 @@ class WeightAverage(Callback):
         for name, new in buffers.items():
             old = self._buffers[name].to(new.device)
             self._buffers[name] = old.lerp_(new, share) if new.is_floating_point() else new.clone()
-
-    def _on(self, device: torch.device) -> tuple[list[Tensor], dict[str, Tensor]]:
-        return [x.to(device) for x in self._vectors], {name: x.to(device) for name, x in self._buffers.items()}
 
     @torch.no_grad()
     def load_into(self, model: Model) -> Model:

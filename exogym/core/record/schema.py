@@ -91,12 +91,12 @@ def _labelled(kind: Kind, most: int) -> Kind:
     )  # fmt: skip
 
 
-def _fields(wanted: str, kinds: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
+def _fields(wanted: str, kinds: Mapping[str, Kind]) -> Kind:
     """Return the kind of an object whose known fields have their own kinds."""
     return Kind(
         wanted,
         lambda value: (
-            isinstance(value, dict) and all(value.get(name) is not None for name in needs)
+            isinstance(value, dict)
             and all(value.get(name) is None or kind.fits(value[name]) for name, kind in kinds.items())
         ),
     )  # fmt: skip

@@ -69,7 +69,8 @@ class Writer:
             if self._line is not None:
                 machines = [tuple(machine) for machine in gather(self.wire, list(identity()))]
                 self._neighbors = machines.count(identity())
-        if not self._is_possible or self.wire.agree(not self._fits(snapshot)):
+        is_large = snapshot.nbytes * self._neighbors > MOST * free_memory_bytes(torch.device("cpu"))
+        if not self._is_possible or self.wire.agree(is_large):
             return False
         assert self._line is not None
         self._step, self._path, self._error = snapshot.meta["step"], None, None
@@ -140,9 +141,6 @@ class Writer:
             error.add_note(
                 f"{own}" if isinstance(own, CheckpointError) else f"checkpoint of step {self._step}: {own!r}"
             )
-
-    def _fits(self, snapshot: Snapshot) -> bool:
-        return snapshot.nbytes * self._neighbors <= MOST * free_memory_bytes(torch.device("cpu"))
 
     def _run(self, snapshot: Snapshot) -> None:
         assert self._line is not None

@@ -133,14 +133,11 @@ def mark_of(
     """
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
-    own = [f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name)]
+    marked = [name for name in tensors if name != MARK and not name.startswith("history.")]
+    own = [f"{name} {tensors[name].dtype} {shapes[name]}" for name in marked]
     lines = sorted({line for told in columns.tell(own) for line in told})
     text = json.dumps([meta["step"], meta["begun_end"], lines])
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
-
-
-def _is_marked(name: str) -> bool:
-    return name != MARK and not name.startswith("history.")
 
 
 def _without_history(loop: Resumable) -> Snapshot:
