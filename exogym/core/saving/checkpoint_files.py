@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,10 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         CheckpointError: a file is missing, incomplete, changed, not a plain file, or no file of a checkpoint.
     """
     path = Path(path)
+
+    def wants(rank: int) -> bool:
+        return ids is None or rank in ids or rank in others
+
     try:
         meta = _description(path / "run.json")
         named = list(meta["sha256"])
@@ -144,11 +148,9 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         rows: dict[int, dict[str, Tensor]] = {}
         for file in files:
             if file.startswith("rows-") and ".part-" not in file:
-                rows |= _rows(path / file, ids, others)
+                rows |= _rows(path / file, wants)
         in_parts = [path / file for file in files if ".part-" in file]
-        for (rank, name), x in joined_pieces(
-            in_parts, lambda rank: ids is None or rank in ids or rank in others
-        ).items():
+        for (rank, name), x in joined_pieces(in_parts, wants).items():
             held = shared if rank is None else rows.setdefault(rank, {})
             if name in held:
                 raise CheckpointError(f"{path}: {name!r} is saved both whole and in pieces")
@@ -173,7 +175,7 @@ def _description(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
     if not right:
         raise CheckpointError(f"{file} is damaged: it does not match its SHA-256")
-    if "format" not in meta or type(meta["format"]) is not int or meta["format"] != FORMAT:
+    if meta.get("format") != FORMAT:
         raise CheckpointError(
             f"{file.parent} has format {meta.get('format')!r}, and this version reads format {FORMAT}: resume with the "
             "version that wrote it, or start anew in another folder"
@@ -222,8 +224,8 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is not a safetensors file: {error!r}") from error
 
 
-def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of `ids` and `others` in a file. The file must hold exactly the nodes in its name."""
+def _rows(file: Path, wants: Callable[[int], bool]) -> dict[int, dict[str, Tensor]]:
+    """Return a file's rows of the nodes that `wants` accepts. The file must hold exactly the nodes in its name."""
     span, seen = span_of(file.name), set()
     found: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as opened:
@@ -235,7 +237,7 @@ def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, d
             if rank not in span:
                 raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")
             seen.add(rank)
-            if ids is None or rank in ids or rank in others:
+            if wants(rank):
                 found.setdefault(rank, {})[name] = opened.get_tensor(key)
     if len(seen) < len(span):
         raise CheckpointError(f"{file} lacks the row of node {next(rank for rank in span if rank not in seen)}")
