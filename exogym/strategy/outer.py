@@ -123,19 +123,16 @@ class OuterRates(TypedDict, total=False):
     outer_warmup_rounds: int
 
 
-class OuterOptions(OuterRates, total=False):
-    """Arguments of `OuterRule`: the outer learning rate, its scheduler and warm-up, and the outer momentum."""
+class OuterAndInnerOptions(OuterRates, InnerOptions, total=False):
+    """Options of strategies with an outer and an inner optimizer."""
 
     outer_momentum: float | None
 
 
-class OuterAndInnerOptions(OuterOptions, InnerOptions, total=False):
-    """Options of strategies with an outer and an inner optimizer."""
-
-
-class OuterRuleOptions(OuterOptions, total=False):
+class OuterRuleOptions(OuterRates, total=False):
     """All arguments of `OuterRule` except `outer_optim`."""
 
+    outer_momentum: float | None
     outer_momentum_scheduler: Scheduler
 
 
