@@ -30,13 +30,8 @@ COLUMNS = (
     *("consensus_distance", "lr", "wall_s"),
 )
 BYTES = ("payload_bytes", "tx_bytes", "rx_bytes")
-OF_THE_STEP = (
-    "epoch",
-    *BYTES,
-    "lr",
-    "wall_s",
-    "time_s",
-)  # the same in every row of a step, unless an evaluation gives another value
+# the same in every row of a step, unless an evaluation gives another value
+OF_THE_STEP = ("epoch", *BYTES, "lr", "wall_s", "time_s")
 # A line for each step. `block`, `position`: place of its losses (-1: an evaluation only). `rows`: its number of dicts.
 WHOLE, REAL = ("step", "epoch", "block", "position", "rows"), ("train_loss", *BYTES, "lr", "wall_s", "time_s")
 LINE = np.dtype([*((name, np.int64) for name in WHOLE), *((name, np.float64) for name in REAL)])
