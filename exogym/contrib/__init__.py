@@ -6,9 +6,9 @@ optimizer's and its own. The features of a run in `exogym.core.refusals.UNTRIED`
 class lists in `tried`, which its own tests try. Strategies are found by name, as `compare --strategies edit`, or
 by class, from here or from `exogym.strategy`.
 
-A wrapper takes a strategy and returns one like it. `Robust` puts a robust rule (or a `NormCap`) in place of its means.
-With `Secure` a server takes the means without seeing a node's values. `ByteBudget` sets the length of rounds so that a
-node stays within a budget of bytes.
+A wrapper takes a strategy of the core, or your own, and returns one like it. `Robust` puts a robust rule (or a
+`NormCap`) in place of its means. With `Secure` a server takes the means without seeing a node's values. `ByteBudget`
+sets the length of rounds so that a node stays within a budget of bytes.
 
 >>> from exogym.strategy import FedAvgStrategy
 >>> robust = Robust(FedAvgStrategy(H=5, lr=0.1), NormCap(1.0))  # updates over the cap are scaled down

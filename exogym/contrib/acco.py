@@ -32,7 +32,7 @@ from exogym.core.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Inner, InnerOptions, Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 OPTIMIZER = "optimizer"  # the name of Opt's state in `fleet.state`
@@ -41,19 +41,9 @@ OPTIMIZER = "optimizer"  # the name of Opt's state in `fleet.state`
 class GradientsUnderWay(GradientModule):
     """Send each step's mean gradients, and give the inner optimizer the mean that nodes sent a step earlier.
 
-    Args:
-        inner: the strategy's inner optimizer, whose state this module takes back after an estimate.
-
     State: theta, the mean that has not arrived yet and which of its entries some node used, one copy for all nodes; g_i
     of each node, and Opt's state before an estimate that the node has not taken back.
     """
-
-    counters = ("taken",)
-
-    def __init__(self, inner: Inner):
-        super().__init__()
-        self.inner = inner
-        self.taken = 0  # steps; a round's first step has an even number before it
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, overlap_steps=1)]
@@ -71,12 +61,12 @@ class GradientsUnderWay(GradientModule):
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         fleet.comm.arrive(self.way)
-        is_first = self.taken % 2 == 0
+        is_first = step % 2 == 1
         for b, block in enumerate(fleet.blocks):
             g = self.row_state[f"first.{b}"]
             own = own_gradients(fleet, block)
             arrived = self.shared_state[f"mean.{b}"].clone()
-            arrives = self._used(fleet, block, b, is_first)
+            arrives = self._used(fleet, block, b, is_first) & (step > 1)
             if is_first:
                 g.copy_(own)
                 block.params.copy_(self.shared_state[f"theta.{b}"].expand_as(g))
@@ -91,21 +81,20 @@ class GradientsUnderWay(GradientModule):
             block.has_grad[:] = arrives
         opt = [OPTIMIZER] if OPTIMIZER in self.state.parts else []
         for row in range(len(fleet)):
-            if is_first and self.taken:
+            if is_first and step > 1:
                 self.state.load_row(row, self.kept[row], opt)
             before = {} if is_first else self.state.row(row, opt)
             self.kept[row] = {name: x.clone() for name, x in before.items()}
-        self.taken += 1
         broadcast_buffers(fleet)
 
     def _used(self, fleet: Fleet, block: Block, b: int, is_first: bool) -> Tensor:
         """Record which parameters the mean that nodes send now has, and return those of the mean that arrives."""
         mark_used(fleet, block)
         used = self.shared_state[f"used.{b}"]
-        arrives = torch.tensor([bool(slot.of(used).any()) or not slot.numel for slot in block.layout])
+        arrives = torch.tensor([bool(slot.of(used).any()) for slot in block.layout])
         sent = block.has_grad[0] if is_first else block.has_grad[0] | arrives  # A has the gradients of B, too
         used.copy_(spread(sent, [slot.numel for slot in block.layout]))
-        return arrives & (self.taken > 0)
+        return arrives
 
     # The state in a checkpoint
 
@@ -136,7 +125,7 @@ class Committed(PeriodicModule):
         return []
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if self.gradients.taken % 2:
+        if step % 2:
             for b, block in enumerate(fleet.blocks):
                 self.gradients.shared_state[f"theta.{b}"].copy_(block.params[:1])
 
@@ -173,5 +162,5 @@ class ACCOStrategy(CommunicateOptimizeStrategy):
     )
 
     def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):
-        gradients = GradientsUnderWay(Inner.of(inner_optim, options))
+        gradients = GradientsUnderWay()
         super().__init__(inner_optim, [Committed(gradients)], gradient_modules=[gradients], **options)

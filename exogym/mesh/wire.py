@@ -16,7 +16,6 @@ as one of the first K processes, and receives that process's results.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from exogym.communicator import Columns, Move, Wire, barrier
+from exogym.communicator import Columns, Move, Wire, barrier, gather
 from exogym.core.base import pulse
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
@@ -97,11 +96,7 @@ class NodeColumns(Columns):
         return NodeColumns(axis.get_group(), self.device)
 
     def tell(self, value: Any) -> list[Any]:
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = torch.zeros(self.parts, dtype=torch.int64)
-        lengths[self.part] = len(text)
-        sizes = self.sum(lengths).tolist()
-        return [json.loads(one.numpy().tobytes()) for one in self.gather(text, sizes)]
+        return gather(self._lines, value)
 
     def _reduced(self, x: Tensor, op: Any) -> Tensor:
         moved = x.to(self.device, copy=True).contiguous()

@@ -30,7 +30,7 @@ class Quantizer(ABC):
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the codes, (groups, k) int32, and the tables, (groups, table) fp32, of `x` (groups, k).
 
-        `noise` has the shape of `x`. Without `noise`, rounding is not random.
+        `noise` has the shape of `x`. Only a quantizer that `draws` uses it.
         """
 
     @abstractmethod
@@ -41,8 +41,7 @@ class Quantizer(ABC):
 class Absmax(Quantizer):
     """Quantize evenly: scale = max|x| / (2^(bits-1) - 1) and code = round(x / scale). `Absmax(8)` gives int8.
 
-    The error is at most scale / 2. A group of zeros stays zero. With noise u, code = floor(x / scale + u). Then the
-    decoded number's mean over u is x, and the error is below scale.
+    The error is at most scale / 2. A group of zeros stays zero.
 
     >>> codes, table = Absmax(8).encode(torch.tensor([[1.0, -0.5, 0.0]]))
     >>> (codes - 127).tolist()
@@ -57,8 +56,7 @@ class Absmax(Quantizer):
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         scale = _absmax(x) / self.top
         steps = x.float() / _nonzero(scale)
-        codes = (steps.round_() if noise is None else steps.add_(noise).floor_()).clamp_(-self.top, self.top)
-        return codes.to(torch.int32) + self.top, scale
+        return steps.round_().clamp_(-self.top, self.top).to(torch.int32) + self.top, scale
 
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
         return (codes - self.top).float() * table
@@ -168,12 +166,8 @@ class Statistical(Quantizer):
         return table.gather(1, codes.long())
 
 
-def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize each row of `x` (rows, k) to `bits` bits with `Absmax`, with one scale per row.
-
-    Args:
-        bits: 2 to 8, or 16.
-        noise: (rows, k) fp32 numbers in [0, 1), for random rounding. Without `noise`, round to the nearest code.
+def quantize(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize each row of `x` (rows, k) to `bits` bits, 2 to 8 or 16, with `Absmax`, with one scale per row.
 
     Returns:
         (codes, scale): codes are (rows, ceil(k * bits / 8)) bytes, and scale is (rows, 1) in fp32, 4 bytes per row.
@@ -182,7 +176,7 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor,
     >>> codes.shape, dequantize(codes, scale, 4, 3).shape
     (torch.Size([1, 2]), torch.Size([1, 3]))
     """
-    codes, scale = Absmax(bits).encode(x, noise)
+    codes, scale = Absmax(bits).encode(x)
     return pack(codes, bits), scale
 
 
