@@ -32,6 +32,7 @@ NETWORK_HELP = (
     "line and a latency), or a .json file."
 )
 
+OF_THE_COMMAND = ("dataset", "axes", "out", "resume", "estimate", "debug")  # options that are no arguments in Python
 LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
 
 
@@ -102,10 +103,9 @@ def of_a_study(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def asked_in(context: typer.Context, study: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options of `compare` or `sweep` on a command line, under their names in Python, without the folder."""
-    known = {*PASSED_AS_TEXT, *inspect.signature(study).parameters} - {"axes", "out", "resume", "placement"}
-    given = {name: value for name, value in context.params.items() if name in known}
+def asked_in(context: typer.Context) -> dict[str, Any]:
+    """Return the options of a study on a command line, under their names in Python, without those of its folder."""
+    given = {name: value for name, value in context.params.items() if name not in OF_THE_COMMAND}
     return given | {"problem": context.params["dataset"]}
 
 
@@ -155,7 +155,7 @@ def compare(
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
-    given = asked_in(context, run_comparison) | {"speeds": numbers_of("--speeds", speeds)}
+    given = asked_in(context) | {"speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
     for name in ("step_seconds", "speeds"):
