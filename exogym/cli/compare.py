@@ -104,7 +104,7 @@ def of_a_study(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def asked_in(context: typer.Context) -> dict[str, Any]:
-    """Return the options of a study on a command line, under their names in Python, without those of its folder."""
+    """Return a study's options on a command line, under their names in Python. Options of the command are left out."""
     given = {name: value for name, value in context.params.items() if name not in OF_THE_COMMAND}
     return given | {"problem": context.params["dataset"]}
 

@@ -350,19 +350,14 @@ def draw(
 
 
 def _curve(run: Run, title: str) -> Curve:
-    rows = [row for row in run.records if row.get("node") is None and isinstance(row.get("val_loss"), int | float)]
-    if not rows:
+    track = Track.of_rows(run.records)
+    if track is None:
         raise ArgumentError(
             f"{run.path} has no validation loss to draw: train it with a val_dataset, or with a smaller val_interval"
         )
-    columns = {name: np.array([row.get(name, np.nan) for row in rows], float)
-               for name in ("step", "val_loss", "tx_bytes", "time_s")}  # fmt: skip
-    timed = np.isfinite(columns["time_s"]).all()
-    label = short_name(run.description.get("strategy")) or title
-    return Curve(
-        title, columns["step"], columns["val_loss"][None], columns["tx_bytes"], columns["time_s"] if timed else None,
-        label=label,
-    )  # fmt: skip
+    label, of = short_name(run.description.get("strategy")) or title, track.columns
+    time_s = of["time_s"] if track.has("time_s") else None
+    return Curve(title, of["step"], of["val_loss"][None], of["tx_bytes"], time_s, label=label)
 
 
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from exogym.data.partition import label_skew
-from exogym.errors import ArgumentError, DataError, check_count
+from exogym.errors import ArgumentError, DataError, check_count, needs
 from exogym.study.cells import Cell as SeededCell
 from exogym.study.cells import Outcome, processes_that_pay, train
 from exogym.study.compare.folder import ALL_ARGUMENTS
 from exogym.study.compare.run import heading_of
 from exogym.study.sweep.axes import Axes
-from exogym.study.sweep.search import check_optuna
 from exogym.study.tasks import Data, size_of
 from research.atlas.halves import HALVES, halved
 from research.atlas.table import FRESH, RATES, SEEDS, SEEDS_OF, TRIAL_SEEDS, Row, Table, run_of
@@ -101,7 +100,7 @@ class Atlas:
         watch: Callable[[Ended], object] | None = None,
     ) -> None:
         check_count("trials", trials)
-        check_optuna()
+        needs("optuna", "search")
         self.trials, self.defaults, self.watch = trials, defaults, watch
         self.until = None if hours is None else time.monotonic() + 3600 * hours
         parts = {"validation": ("validation", TRIAL_SEEDS), "test": ("test", SEEDS), "fresh": ("test", FRESH)}

@@ -57,13 +57,13 @@ class LiveTable:
         """Show a strategy's new progress."""
         self._lines[progress.label] = progress
         self._left_s = progress.left_s
+        if not progress.is_last and time.perf_counter() < self._due:
+            return
         if self._live is None:
-            if progress.is_last or time.perf_counter() >= self._due:
-                notice(_line(progress))
-                self._due = time.perf_counter() + SELDOM_S
-        elif progress.is_last or time.perf_counter() >= self._due:
+            notice(_line(progress))
+        else:
             self._live.update(self._table(), refresh=True)
-            self._due = time.perf_counter() + PAUSE_S
+        self._due = time.perf_counter() + (SELDOM_S if self._live is None else PAUSE_S)
 
     def _table(self) -> Table:
         from rich.table import Table

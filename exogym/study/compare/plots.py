@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from exogym.core.record.views import picture
-from exogym.errors import ArgumentError, ExoGymError, check_choice
+from exogym.errors import ArgumentError, check_choice, needs
 from exogym.files import replacing
 from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS, GRAYED, MOST_COLORED, ON_DARK, each_look
@@ -66,10 +66,7 @@ class Curve:
 
 def check_matplotlib() -> None:
     """Raise ExoGymError if matplotlib, which draws the pictures, cannot be imported."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ExoGymError(f"the pictures need matplotlib ({error}): pip install 'exogym[demo]'") from None
+    needs("matplotlib", "demo")
 
 
 def figure_of(

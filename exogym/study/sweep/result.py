@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exogym.core.record.views import picture
-from exogym.errors import ExoGymError
+from exogym.errors import needs
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS
@@ -60,11 +60,7 @@ class Swept:
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the rows as a pandas table. An option's column has numbers if all the option's values are numbers."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ExoGymError("to_pandas() needs pandas, which is not installed: pip install pandas") from error
-        frame = pandas.DataFrame(self.rows)
+        frame: pandas.DataFrame = needs("pandas").DataFrame(self.rows)
         for name in self.axes:
             numbers = [as_number(value) for value in frame[name]]
             if None not in numbers:

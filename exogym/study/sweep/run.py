@@ -16,7 +16,7 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.record import schema
-from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
+from exogym.errors import ArgumentError, TrainingError, check_choice, check_count, needs
 from exogym.files import temporary_folder, write_json
 from exogym.logger import check_writable
 from exogym.options import FitOptions, RunOptions, describe, in_full, placed, takes
@@ -33,7 +33,7 @@ from exogym.study.compare.session import Session
 from exogym.study.compare.summary import MEASURES, TIMED, Summary, summary_of, target_of_best
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.result import Swept, best_of, write
-from exogym.study.sweep.search import BATCH, check_optuna, propose
+from exogym.study.sweep.search import BATCH, propose
 from exogym.study.tasks import Task
 
 SWEEP = "sweep.json"
@@ -123,7 +123,7 @@ def sweep(asked: SweepOptions) -> Swept:
     if search is None:
         cells = {label_of(cell): cell for cell in grid(swept)}
     else:
-        check_optuna()
+        needs("optuna", "search")
         check_count("search", search)
         cells = {}
     if (count := search or len(cells)) > schema.MOST_CELLS:

@@ -6,21 +6,13 @@ killed and resumed proposes the same cells.
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from exogym.errors import ExoGymError
 from exogym.study.sweep.axes import Axes, Range, as_text
 
 BATCH = 4
-
-
-def check_optuna() -> None:
-    """Raise ExoGymError if optuna is not installed."""
-    if importlib.util.find_spec("optuna") is None:
-        raise ExoGymError("search needs optuna, which is not installed: pip install 'exogym[search]'")
 
 
 def propose(
