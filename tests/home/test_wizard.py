@@ -511,10 +511,10 @@ def test_from_computers_in_a_network_to_a_trained_model(
     assert {path.name for path in session.iterdir()} >= {"distributed_hosts.json", "config.ini", "measured.json"}
     (run,) = (session / "runs").iterdir()
     if task == "whisper":
-        assert (run / "model" / "preprocessor_config.json").exists() and "running speech (4 sentences" in terminal.text
+        assert (run / "model" / "preprocessor_config.json").exists()
     if task == "language":
         assert (run / "model" / "tokenizer.json").exists() and (run / "adapter" / "adapter_config.json").exists()
-        assert "sample: " in terminal.text and (session / "data" / "weights" / "base" / "config.json").exists()
+        assert "sample: " in terminal.text and (session / "weights" / "base" / "config.json").exists()
     again = simulated(session, monkeypatch)
     assert fingerprint(load_model(load_profile("config.ini", "wizard").problem()[0], run / MODEL)) == again
 
