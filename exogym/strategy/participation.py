@@ -142,11 +142,11 @@ class Participation:
         step_s: seconds of a step at speed 1, as (N,) values or one number for all clients.
         availability: when clients are available, and their speeds.
 
-    >>> from exogym.faults import Diurnal
-    >>> rounds = Participation(0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, availability=Diurnal())
+    >>> from exogym.faults import Devices
+    >>> rounds = Participation(0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, availability=Devices())
     >>> first = rounds.of(0)
     >>> len(first.asked), len(first.reported), first.end_s
-    (2, 2, 0.5)
+    (2, 2, 10.0)
     """
 
     def __init__(
