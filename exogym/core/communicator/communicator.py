@@ -388,19 +388,15 @@ class Communicator(Recorder):
         links = self._record_mix(matrix, size)
         return [self._mixed(x, matrix, rows_of_givers(self.wire, x.reshape(len(x), -1), links)) for x in xs]
 
-    def mix_decoded(
-        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], matrix: Tensor, size: float | None = None
-    ) -> Tensor:
+    def mix_decoded(self, payload: Sequence[Tensor], decode: Callable[..., Tensor], matrix: Tensor) -> Tensor:
         """Mix decoded rows by `matrix` as `mix` does. Only the packed `payload` travels.
 
         Args:
             payload: a sequence of tensors (rows, ...).
             decode: function of the payload's tensors that returns the values, (rows, ...). It must decode each row by
                 itself.
-            size: bytes of a node's payload, if the tensors are larger (see `sum_decoded`).
         """
-        size = float(sum(map(self._row_bytes, payload))) if size is None else size
-        links, own = self._record_mix(matrix, size), decode(*payload)
+        links, own = self._record_mix(matrix, float(sum(map(self._row_bytes, payload)))), decode(*payload)
         if self.wire.shares_memory:  # then decoding first is faster
             return self._mixed(own, matrix, rows_of_givers(self.wire, own.reshape(len(own), -1), links))
         theirs: dict[int, dict[int, Tensor]] = {}
