@@ -57,7 +57,7 @@ from exogym.record import read_object
 from exogym.strategy.names import short_names
 from exogym.study.compare.comparison import OF_PICTURE, plain_name, write_csv
 from exogym.study.compare.folder import OUTCOME, Folder
-from exogym.study.compare.plots import Curve, check_matplotlib
+from exogym.study.compare.plots import Curve
 from exogym.study.compare.plots import draw as draw_curves
 from exogym.study.compare.summary import SINGLE, Summary, Track, name_of, summary_of, target_of, target_of_best
 from exogym.study.notes import read_notes
@@ -336,7 +336,7 @@ def draw(
     Raises:
         ArgumentError: `runs` is empty, or a run has no evaluation.
     """
-    check_matplotlib()
+    needs("matplotlib", "demo")
     if not runs:
         raise ArgumentError("runs is empty: name at least one run to draw")
     curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]

@@ -12,11 +12,10 @@ import typer
 
 from exogym.cli.values import INTERRUPTED, numbers_of
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, DataError, check_choice
+from exogym.errors import ArgumentError, DataError, check_choice, needs
 from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.compare.entries import split_strategies
-from exogym.study.compare.plots import check_matplotlib
 from research.atlas.claims import CENTRAL, SIZES, studies_at
 from research.atlas.claims_page import write as write_claims
 from research.atlas.equal import METHODS, studies_at_rates
@@ -59,7 +58,7 @@ def train(
     device: str,
 ) -> None:
     """Train the missing runs, write the table after each method, and write the page."""
-    check_matplotlib()
+    needs("matplotlib", "demo")
     page = _page(page or out / PAGE)
     table = _table(page)
     if only_page:
@@ -150,7 +149,7 @@ def _say_claims(table: Table, page: Path, claims: Sequence[str]) -> None:
 
 def confirm(page: Path, out: Path, hours: float | None, processes: int | str, device: str) -> None:
     """Train the findings of a page's table again with fresh seeds, and write the page again."""
-    check_matplotlib()
+    needs("matplotlib", "demo")
     page = _page(page)
     table = _table(page)
     asked = sorted({each for finding in findings_of(table) for each in finding.asks})
@@ -172,7 +171,7 @@ def confirm(page: Path, out: Path, hours: float | None, processes: int | str, de
 
 def rates(page: Path, out: Path, hours: float | None, processes: int | str, device: str) -> None:
     """Train methods of a page's table at two inner rates that they share, and write the page again."""
-    check_matplotlib()
+    needs("matplotlib", "demo")
     page = _page(page)
     table = _table(page)
     studies: dict[int, list[Study]] = {}  # by the number of trials

@@ -10,10 +10,9 @@ import typer
 
 from exogym.cli.values import INTERRUPTED, Debug, numbers_of, processes_of
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, check_choice, needs
 from exogym.network import readable_seconds
 from exogym.study.compare.entries import split_strategies
-from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.summary import SINGLE
 from exogym.study.tasks import Data
 from research.benchmark import FULL, SHORT, Results, Scope, parts_of
@@ -104,7 +103,7 @@ def benchmark(
         )
     if page.suffix != ".md":
         raise ArgumentError(f"--page={str(page)!r} should end in .md, as docs/{PAGE}")
-    check_matplotlib()
+    needs("matplotlib", "demo")
     results = Results(page.with_suffix(".json"))
     if only_page:
         if not results.parts:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from exogym.errors import check_choice
+from exogym.errors import check_choice, needs
 from exogym.study.compare.colors import COLORS
-from exogym.study.compare.plots import check_matplotlib
 from research.reproduce.claim import Claim, Found
 
 WIDTH_INCHES, DOTS_PER_INCH, COLOURS_KEPT = 6.4, 90, 32
@@ -28,7 +27,7 @@ def draw_claim(claim: Claim, found: Found, path: Path) -> None:
 
 def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
     """Return a new figure, and the axes of its `panels` side by side. `width` and `height` are inches."""
-    check_matplotlib()
+    needs("matplotlib", "demo")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -17,8 +17,8 @@ BORROWED = {
     *("exogym.study.advise.beliefs", "exogym.study.advise.plans"),
     *("exogym.study.compare.asked", "exogym.study.compare.colors", "exogym.study.compare.comparison"),
     *("exogym.study.compare.entries", "exogym.study.compare.folder", "exogym.study.compare.forecast"),
-    *("exogym.study.compare.plots", "exogym.study.compare.run"),
-    *("exogym.study.compare.session", "exogym.study.compare.summary"),
+    *("exogym.study.compare.run", "exogym.study.compare.session"),
+    "exogym.study.compare.summary",
     *("exogym.study.sweep.axes", "exogym.study.sweep.search"),
 }
 PUBLIC = {

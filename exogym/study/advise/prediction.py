@@ -275,10 +275,6 @@ def _first_to_arrive(
     )
 
 
-def _is_late(plan: Plan) -> bool:
-    return any(traffic.overlap_steps for traffic in plan.traffic)
-
-
 def _assumptions(
     parameters: float, num_nodes: int, network: Network, time: StepTime, b: float, algorithm: str
 ) -> list[str]:
@@ -300,7 +296,7 @@ def _assumptions(
 def _of_plans(plans: Sequence[Plan], num_nodes: int, network: Network, time: StepTime) -> list[str]:
     """Return the notes that depend on the strategies' collectives."""
     lines = _of_probes(network, plans, num_nodes)
-    lines += [LATE] * any(map(_is_late, plans))
+    lines += [LATE] * any(t.overlap_steps for plan in plans for t in plan.traffic)
     lines += filter(None, [_bottleneck(plan, num_nodes, network, time) for plan in plans if plan.local_steps])
     if any(plan.local_steps for plan in plans):
         lines.append(

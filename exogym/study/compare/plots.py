@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from exogym.core.record.views import picture
-from exogym.errors import ArgumentError, check_choice, needs
+from exogym.errors import ArgumentError, check_choice
 from exogym.files import replacing
 from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS, GRAYED, MOST_COLORED, ON_DARK, each_look
@@ -62,11 +62,6 @@ class Curve:
     def is_silent(self) -> bool:
         """Whether this strategy's nodes send no bytes at all."""
         return not self.tx_bytes.any()
-
-
-def check_matplotlib() -> None:
-    """Raise ExoGymError if matplotlib, which draws the pictures, cannot be imported."""
-    needs("matplotlib", "demo")
 
 
 def figure_of(

@@ -27,11 +27,10 @@ from exogym.data.partition import partitioner_of
 from exogym.data.reading import COMPARED, Reader, sum_of
 from exogym.data.reading import described as described_data
 from exogym.data.stream import check_dataset, is_factory, is_iterable
-from exogym.errors import ArgumentError, TrainingError, check_count
+from exogym.errors import ArgumentError, TrainingError, check_count, needs
 from exogym.options import FitOptions, RunOptions, describe, takes
 from exogym.progress import notice
 from exogym.record import versions
-from exogym.strategy import Strategy
 from exogym.strategy.averaging import spread
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
@@ -39,7 +38,6 @@ from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_o
 from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, resume_command, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.live import LiveTable, is_shown
-from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
@@ -76,7 +74,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
     (['single', 'ddp'], 1.0, 0.0)
     """
     if asked.out is not None:
-        check_matplotlib()
+        needs("matplotlib", "demo")
     elif asked.resume:
         raise ArgumentError(
             "resume=True needs the interrupted comparison's folder: give it as out, such as "
@@ -179,21 +177,12 @@ def asked_of(session: Session) -> dict[str, Any]:
     return {
         "task": task.name, "description": task.description, **examples,
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
-        ALL_ARGUMENTS: {k: arguments_of(e.strategy) for k, e in session.entries.items()},
+        ALL_ARGUMENTS: {
+            k: {**all_arguments(e.strategy), "inner_rate": e.strategy.inner.base_lr} for k, e in session.entries.items()
+        },
         "setting": session.setting.as_dict(), "partition": session.dealing, "val_interval": session.val_interval,
         "device": str(session.place), "timing": timing, **wanted,
     } | decisive_of(session.asked)  # fmt: skip
-
-
-def arguments_of(strategy: Strategy) -> dict[str, Any]:
-    """Return all arguments of a strategy as JSON values, and the inner optimizer's learning rate.
-
-    >>> from exogym.strategy import DiLoCoStrategy
-    >>> found = arguments_of(DiLoCoStrategy("sgd"))
-    >>> found["H"], found["inner_optim"], found["inner_rate"]
-    (100, 'sgd', 0.1)
-    """
-    return {**all_arguments(strategy), "inner_rate": strategy.inner.base_lr}
 
 
 def all_arguments(value: Any) -> Any:

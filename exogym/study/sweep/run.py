@@ -27,7 +27,6 @@ from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOption
 from exogym.study.compare.estimate import Estimate, estimated
 from exogym.study.compare.folder import Folder, check_plain, check_same, lock_of
 from exogym.study.compare.live import is_shown, left_text
-from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import MEASURES, TIMED, Summary, summary_of, target_of_best
@@ -147,7 +146,7 @@ def sweep(asked: SweepOptions) -> Swept:
                 raise ArgumentError("resume needs the folder of the sweep: give it as out, such as out='runs/sweep'")
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
-            check_matplotlib()
+            needs("matplotlib", "demo")
             schema.check("sweep.json", decisive | {"cells": run.cells})  # reject values that could not be read again
             run.path = Path(out).expanduser()
             run.lock = _locked(run.path, decisive, asked.resume)
