@@ -10,7 +10,7 @@ with the method `log` and, if needed, `start` and `finish`:
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
-...     check_writable(f"{folder}/runs")  # raises ArgumentError if it is not
+...     _ = check_writable(f"{folder}/runs")  # raises ArgumentError if it is not
 """
 
 from typing import TYPE_CHECKING
