@@ -27,6 +27,7 @@ from exogym.errors import ArgumentError, ExoGymError, WorkerError
 from exogym.machines.launch.__main__ import main as launch
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.network import Network
+from exogym.strategy import DiLoCoStrategy
 from exogym.study.cells import Cell, train
 from exogym.study.tasks import load_task
 
@@ -246,7 +247,7 @@ def test_runs_of_a_sweep_that_are_asked_to_stop_show_no_traceback(capfd: pytest.
             sys.exit(128 + signal.SIGTERM)
 
     with pytest.raises(WorkerError, match=r"2 of 2 runs ended without a result: ddp, seed 0 \(stopped by SIGTERM\); "):
-        train([Stopped(load_task("digits"), "ddp", seed) for seed in range(2)], 2)
+        train([Stopped(load_task("digits"), DiLoCoStrategy(), seed, label="ddp") for seed in range(2)], 2)
     assert capfd.readouterr().err == ""
 
 
