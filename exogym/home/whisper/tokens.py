@@ -34,6 +34,11 @@ class Tokens:
 
     Raises:
         ArgumentError: the model does not know the language or the task, or the tokenizer is not Whisper's.
+
+    >>> from exogym.home.whisper.tokens import byte_tokens
+    >>> tokens = Tokens(byte_tokens().tokenizer)
+    >>> tokens.decode(tokens.encode("how now"))
+    'how now'
     """
 
     def __init__(
