@@ -32,7 +32,8 @@ NETWORK_HELP = (
     "line and a latency), or a .json file."
 )
 
-OF_THE_COMMAND = ("dataset", "axes", "out", "resume", "estimate", "debug")  # options that are no arguments in Python
+# Options of a command that are no arguments in Python; a sweep's engine is not that of a run's placement.
+OF_THE_COMMAND = ("dataset", "axes", "engine", "out", "resume", "estimate", "debug")
 LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
 
 

@@ -51,7 +51,8 @@ def sweep(
     Prints a table (mean ± standard deviation over seeds) and the best cell. Writes sweep.json, summary.csv, sweep.png
     and each run's folder. --resume with the same options continues an interrupted sweep.
     """
-    given = {**placed(asked_in(context)), "axes": _in_full(axes), "processes": processes_of(processes)}
+    own = {"axes": _in_full(axes), "engine": engine, "processes": processes_of(processes)}
+    given = placed(asked_in(context)) | own
     check_dataset(given["problem"])
     if context.params["estimate"]:
         print(estimate_of_sweep(**given))

@@ -264,6 +264,14 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*words, "--resume"]) == 0
 
 
+def test_the_engine_of_the_command_is_that_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not that of each run's placement."""
+    seen = list[dict[str, Any]]()
+    monkeypatch.setattr("exogym.cli.sweep.estimate_of_sweep", lambda **given: seen.append(given))
+    assert main(["sweep", "--sweep", "H=2,5", "--out", "sweep", "--engine", "ray", "--estimate"]) == 0
+    assert seen[0]["engine"] == "ray" and seen[0]["axes"] == ["H=2,5"] and seen[0]["placement"].engine is None
+
+
 @pytest.mark.slow
 def test_killed_half_way_on_the_command_line_it_comes_to_the_same_table(tmp_path: Path) -> None:
     """3 x 3 x 3 cells, and all processes killed at once, as when the machine goes down."""
