@@ -40,7 +40,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.core.saving import behind, checkpoint
-from exogym.core.training.standing import Standing
+from exogym.core.training.standing import RunStanding
 from exogym.strategy import DiLoCoStrategy
 
 NODES, INTERVAL, CHECKPOINTS = 4, 20, 3
@@ -93,7 +93,7 @@ def run(way: str, given: argparse.Namespace) -> list[dict[str, float]]:
     trainer = LocalTrainer(model, data, loss_fn=nn.functional.cross_entropy)
     ends: list[Moment] = []
     with (
-        tempfile.TemporaryDirectory(dir=given.dir) as folder, Timed(Standing, "_snapshot") as taking,
+        tempfile.TemporaryDirectory(dir=given.dir) as folder, Timed(RunStanding, "_snapshot") as taking,
         Timed(behind.Writer, "start") as copying, Timed(checkpoint, "save") as writing,
     ):  # fmt: skip
         trainer.fit(

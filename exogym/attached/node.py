@@ -41,7 +41,7 @@ from exogym.core.training.evaluating import Models
 from exogym.core.training.features import ALGORITHMS
 from exogym.core.training.options import describe
 from exogym.core.training.resuming import sum_of_shared
-from exogym.core.training.standing import Agenda, Reports, Standing, Totals
+from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelError, TrainingError
 from exogym.strategy.outer import few_rounds
@@ -98,7 +98,7 @@ class Node:
         self.driver: Driver
         self.compute: Loop
         self.models: Models
-        self.standing: Standing
+        self.standing: RunStanding
         self.has_begun = self.is_abandoned = False
         self._buffers = {name: (b, version(b), b.detach().clone()) for name, b in model.named_buffers()}
         self._rates: dict[int, float] = {}  # of the current stretch's steps
@@ -176,7 +176,7 @@ class Node:
         epoch = (0 if self.stream is None else self.stream.steps_per_epoch) or steps
         agenda = Agenda(steps, epoch, max_stretch=LONGEST, description=self._description())
         reports = Reports(Observers(), fleet.comm, agenda)
-        self.standing = Standing(agenda, self.driver, fleet, History(), reports)
+        self.standing = RunStanding(agenda, self.driver, fleet, History(), reports)
         text = None if self.total_steps is None else few_rounds(strategy, self.total_steps)
         if text is not None and self.wire.is_main:
             notice(text, about="few outer rounds", once=True)

@@ -68,7 +68,7 @@ def ByteBudget(strategy: CommunicateOptimizeStrategy, total_bytes: float) -> Com
     H = given.get("H", known["H"].default)
     if callable(H) or isinstance(H, Rounds):
         refuse(features_of(tuner=budget) | {"H as a function": f"H={H!r}"})
-    tuning = Tuning(budget, H)
+    tuning = BudgetTuning(budget, H)
     made = kind(**{name: x for name, x in given.items() if name in known} | {"H": tuning.rounds})
     made.average_by(strategy.averaging)
     vars(made)["given_arguments"] = given | {"tuner": total_bytes}
@@ -173,7 +173,7 @@ class TunedRounds(Rounds):
         self.H = H
 
 
-class Tuning(Stateful):
+class BudgetTuning(Stateful):
     """A budget in a run: the H that it chooses, and the bytes that it watches.
 
     Args:

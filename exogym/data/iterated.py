@@ -161,7 +161,7 @@ class Iterated:
         """
         self.close()
         self.here = list(fleet.ranks)
-        return Places(self, fleet) if self.own else Shared(self.marks, self.load)
+        return ReadingPlaces(self, fleet) if self.own else Shared(self.marks, self.load)
 
     @property
     def window(self) -> int:
@@ -235,7 +235,7 @@ class Iterated:
             return joined(examples, self.collate, which)
 
 
-class Places(Stateful):
+class ReadingPlaces(Stateful):
     """What checkpoints save of iterated data if each node has its own iterable: the node's place there."""
 
     def __init__(self, iterated: Iterated, fleet: Fleet):

@@ -24,7 +24,7 @@ not affected.
 >>> found: Listed = listed(place, "first")
 >>> found.state, found.step, age_s(found) < 3600, [each.name for each in list(folder.name)]
 ('done', 4, True, ['first'])
->>> quick: Standing = stand(place)  # without its records
+>>> quick: StoredRun = stand(place)  # without its records
 >>> run: Run = load(place)
 >>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
 True
@@ -117,7 +117,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Standing:
+class StoredRun:
     """What a run's folder says about the run, without records and events."""
 
     path: Path
@@ -135,7 +135,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Run(Standing):
+class Run(StoredRun):
     """A run, read from its folder. Columns have the same names as in `trainer.history`.
 
     Attributes:
@@ -223,7 +223,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     return Run(found.path, found.about, found.status, found.summary, **lines)
 
 
-def stand(path: str | os.PathLike[str]) -> Standing:
+def stand(path: str | os.PathLike[str]) -> StoredRun:
     """Read a run's folder without its records and events, so the time does not depend on their number.
 
     Raises:
@@ -243,7 +243,7 @@ def stand(path: str | os.PathLike[str]) -> Standing:
         raise ArgumentError(
             f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'as soon as it has runs'}"
         )
-    return Standing(path, about, status, summary)
+    return StoredRun(path, about, status, summary)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from exogym.errors import ArgumentError
 
 if TYPE_CHECKING:
     from exogym.strategy.strategy import Strategy
-    from exogym.study.compare.entries import Setting
+    from exogym.study.compare.entries import ComparisonSetting
 
 SEEDS = (0, 1, 2)
 
@@ -31,7 +31,7 @@ class Cell:
         replicas: whether to evaluate also every node alone and the mean of all nodes.
     """
 
-    strategy: str | Callable[[Setting], Strategy]
+    strategy: str | Callable[[ComparisonSetting], Strategy]
     task: str = "characters"
     nodes: int | None = None
     steps: int | None = None

@@ -142,7 +142,7 @@ MOVED: dict[str, str] = {
 }  # fmt: skip
 
 
-class Moved(importlib.abc.MetaPathFinder):
+class MovedModules(importlib.abc.MetaPathFinder):
     """The last finder of modules: it names the new path of a module that moved."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
@@ -155,7 +155,7 @@ class Moved(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"{fullname} moved to {MOVED[fullname]}", name=fullname)
 
 
-sys.meta_path.append(Moved())
+sys.meta_path.append(MovedModules())
 
 
 def retired(name: str, where: str = "") -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from exogym.core.base.torch_private import copy_
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer, Steps
-from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.spans import Losses, RowSpan
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 
@@ -160,7 +160,7 @@ class Loop:
             self.buckets = Buckets(worker, self.fleet, bucket_bytes)
             worker.before_last_backward = self.buckets.arm
 
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+    def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
         for span in spans:
             if may_stop and self.worker.should_stop():
                 return

@@ -1,4 +1,4 @@
-"""Stretches of local steps: the steps of each row (`Span`), their losses, and the interface of ways of computing."""
+"""Stretches of local steps: the steps of each row (`RowSpan`), their losses, and the interface of ways of computing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAYS = {"loop": "Loop", "vmap": "Vmap"}
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSpan:
     """Consecutive local steps of one row.
 
     Attributes:
@@ -137,7 +137,7 @@ class Compute(Protocol):
     overflowed: bool
     spoilt: list[int]
 
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+    def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
         """Take the local steps of `spans`. If `may_stop` is true, a stop request ends the call between two steps.
 
         Raises:

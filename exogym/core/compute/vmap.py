@@ -17,7 +17,7 @@ from exogym.core.base.batches import batch_examples, beside_tensors, described, 
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.spans import Losses, RowSpan
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
@@ -60,7 +60,7 @@ class Vmap(Loop):
 
         self._gradient = torch.func.vmap(torch.func.grad(loss_of, has_aux=True))
 
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+    def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
         """Take the steps of `spans`: the first step of all spans, then the second, and so on."""
         inner = self.inner
         assert inner is not None

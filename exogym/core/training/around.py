@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.spans import Losses, RowSpan
 from exogym.core.training.driver import Algorithm
 
 
@@ -44,7 +44,7 @@ class Around(Algorithm):
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
         return self.within.seated(step)
 
-    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[RowSpan]:
         return self.within.spans(losses, counts)
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.compute.spans import Losses, Span
+from exogym.core.compute.spans import Losses, RowSpan
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.fleet import rows_of
 from exogym.core.fleet.state import Shared, Tensors
@@ -92,7 +92,7 @@ class ByClock(Algorithm):
         local = int(self.order.taken.sum()) + self.order.steps_to_event()
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
-    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[RowSpan]:
         """Return the nodes' local steps before the next message, without steps that are computed already.
 
         The run may stop between these steps."""
@@ -181,13 +181,13 @@ class ByClock(Algorithm):
             self.compute.steps(self._behind(losses), losses, may_stop=False)
         self.computed = self.order.taken.copy()
 
-    def _behind(self, losses: Losses) -> list[Span]:
+    def _behind(self, losses: Losses) -> list[RowSpan]:
         """Return this process's counted but not computed steps. Rates follow the fleet's step."""
         spans = []
         for row, rank in enumerate(self.fleet.ranks):
             columns = np.repeat(np.arange(self.columns.shape[1]), self.columns[rank])[losses.done(row) :]
             if len(columns):
-                spans.append(Span(row, columns, losses.first + columns))
+                spans.append(RowSpan(row, columns, losses.first + columns))
         return spans
 
     # Between a node and the server

@@ -14,7 +14,7 @@ from exogym.core.communicator import tell
 from exogym.core.fleet.state import Shared
 from exogym.core.record.history import History
 from exogym.core.training.evaluating import Model, Models
-from exogym.core.training.standing import Agenda, Standing, divides
+from exogym.core.training.standing import Agenda, RunStanding, divides
 from exogym.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Calling:
         driver, worker, timing: internal objects, which are no part of the interface `Running`.
     """
 
-    def __init__(self, agenda: Agenda, standing: Standing, models: Models, timing: Timing | None = None):
+    def __init__(self, agenda: Agenda, standing: RunStanding, models: Models, timing: Timing | None = None):
         self.standing, self.models = standing, models
         self._agenda, self._wire = agenda, models.wire
         self._is_calling = False

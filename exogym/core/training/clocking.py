@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from exogym.core.compute.spans import Compute, Losses, Span
+from exogym.core.compute.spans import Compute, Losses, RowSpan
 from exogym.core.training.around import Around
 from exogym.core.training.driver import Algorithm
 from exogym.core.training.timing import Timing
 from exogym.network.pricing import AGREEMENTS
 
-Item = TypeVar("Item", Span, int)
+Item = TypeVar("Item", RowSpan, int)
 
 
 class Charged(Around):
@@ -77,7 +77,7 @@ class Measured:
         self.fleet, self.taken, self.together = within.fleet, within.taken, within.together
         self.overflowed, self.spoilt = False, list[int]()
 
-    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+    def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
         for part in self._timed(spans):
             self.within.steps(part, losses, may_stop)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exogym.core.compute.finite import Watch, is_finite
 from exogym.core.compute.inner import InnerOptimizer
-from exogym.core.compute.spans import Compute, Losses, Span, way_of
+from exogym.core.compute.spans import Compute, Losses, RowSpan, way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.fleet import rows_of
@@ -139,14 +139,14 @@ class Algorithm:
         """Return two lists: clients that need a row from `step` on, and clients that have a row until `step`."""
         raise NotImplementedError
 
-    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[RowSpan]:
         """Return the local steps of the current stretch that must be computed before `act` is called.
 
         Args:
             counts: number of local steps in the stretch for each of this process's rows.
         """
         left = ((row, losses.done(row), count) for row, count in enumerate(counts))
-        return [Span(row, range(done, count)) for row, done, count in left if done < count]
+        return [RowSpan(row, range(done, count)) for row, done, count in left if done < count]
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.

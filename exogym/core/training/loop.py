@@ -30,7 +30,7 @@ from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.training.driver import Driver
 from exogym.core.training.evaluating import Models
-from exogym.core.training.standing import Agenda, Reports, Standing, Totals
+from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals
 from exogym.errors import Stopped
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class TrainingLoop:
         self.endings = [driver.close, *endings]
         signs = [] if agenda.save_dir is None else [self._keep]
         self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
-        self.standing = Standing(agenda, driver, fleet, history, self.reports)
+        self.standing = RunStanding(agenda, driver, fleet, history, self.reports)
         self.models = Models(evaluator, driver, fleet)
         self.call: Callable[[bool], None] = lambda every: None
         if agenda.callbacks:

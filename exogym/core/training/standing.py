@@ -1,4 +1,4 @@
-"""A run's schedule (`Agenda`), its reports to observers (`Reports`), and its progress (`Standing`).
+"""A run's schedule (`Agenda`), its reports to observers (`Reports`), and its progress (`RunStanding`).
 
 The schedule says in fleet steps when stretches end, and when evaluations, checkpoints and callbacks are due. Reports
 are records, events and heartbeats. A checkpoint stores the progress beside the fleet's state.
@@ -204,7 +204,7 @@ class Reports:
         return should_stop
 
 
-class Standing:
+class RunStanding:
     """A run's progress, which `saving.snapshots` saves and loads.
 
     Attributes:

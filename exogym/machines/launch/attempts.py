@@ -15,7 +15,7 @@ from exogym.core.base.torch_private import failure_of
 from exogym.core.progress import notice
 from exogym.machines.launch.config import FIRST_RANK, LaunchConfig
 from exogym.machines.launch.output import RankOutput
-from exogym.machines.launch.rendezvous import Node
+from exogym.machines.launch.rendezvous import Machine
 from exogym.machines.launch.stopping import kill_what_is_left
 
 
@@ -33,7 +33,9 @@ class Attempts(DefaultLogsSpecs):
         record: a filter for the log of torch's agent. It stores which process on this machine failed.
     """
 
-    def __init__(self, folder: Path, output: RankOutput, node: Node, environment: dict[str, str], config: LaunchConfig):
+    def __init__(
+        self, folder: Path, output: RankOutput, node: Machine, environment: dict[str, str], config: LaunchConfig
+    ):
         super().__init__(log_dir=str(folder / "errors"))
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
         self.config, self.record = config, AgentsRecord()

@@ -25,7 +25,7 @@ from exogym.machines.launch.stopping import RUNNING, Interrupted, ended_by, kill
 
 if TYPE_CHECKING:
     from exogym.machines.launch.attempts import AgentsRecord
-    from exogym.machines.launch.rendezvous import Node
+    from exogym.machines.launch.rendezvous import Machine
 
 PREFIX = "exogym-launch-"  # of the launch's folder: the ranks' pipes, their marks and their errors
 RUNNER = Path(__file__).with_name("runner.py")
@@ -111,11 +111,11 @@ class DistributedLauncher:
         from torch.distributed.launcher.api import elastic_launch
 
         from exogym.machines.launch.attempts import Attempts, describe, exit_code, first_failure
-        from exogym.machines.launch.rendezvous import Node, check_address
+        from exogym.machines.launch.rendezvous import Machine, check_address
 
         config = self.config
         check_address(config.address)
-        node = Node(config.node_rank, config.address, config.port, config.start_timeout)
+        node = Machine(config.node_rank, config.address, config.port, config.start_timeout)
         attempts = Attempts(folder, output, node, self._environment(), config)
         command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
         escaped = [word.replace("$", "$$") for word in command]  # the agent replaces $names
@@ -142,7 +142,7 @@ class DistributedLauncher:
         added = {name: value for name, value in wanted.items() if name not in os.environ}
         return added if self.config.backend is None else added | {BACKEND_VARIABLE: self.config.backend}
 
-    def _agent_config(self, node: Node, attempts: Any) -> Any:
+    def _agent_config(self, node: Machine, attempts: Any) -> Any:
         from torch.distributed.launcher.api import LaunchConfig as AgentConfig
 
         from exogym.machines.launch import rendezvous
@@ -164,7 +164,7 @@ class DistributedLauncher:
             signals_to_handle="",  # the launcher handles signals itself
         )
 
-    def _no_meeting(self, error: Exception, node: Node) -> ExoGymError:
+    def _no_meeting(self, error: Exception, node: Machine) -> ExoGymError:
         from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
         config, cause = self.config, error.__cause__ or error

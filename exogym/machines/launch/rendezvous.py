@@ -39,7 +39,7 @@ FAREWELL_S = 10
 
 
 @dataclass
-class Node:
+class Machine:
     """One machine of a launch, with its node_rank, machine 0's address and port, and the current attempt's number.
 
     Attempts are counted from 0. The attempt's number is -1 before the first attempt.
@@ -64,7 +64,7 @@ class OrderedRendezvous(RendezvousHandler):
         ArgumentError: two machines have the same `node.rank`. Every machine raises this error.
     """
 
-    def __init__(self, node: Node, nnodes: int):
+    def __init__(self, node: Machine, nnodes: int):
         self.node, self.nnodes = node, nnodes
         self.server: TCPStore | None = None
         self.host: MeetingPlace | None = None

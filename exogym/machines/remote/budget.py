@@ -16,10 +16,10 @@ FETCHED_SHARE = 0.25
 LINE_BYTES = 1 << 20  # longest line that is read as one
 
 
-class Budget:
+class Quota:
     """A limit for written bytes: at most `most_bytes` in total. `left` bytes may still be written.
 
-    >>> budget = Budget(10)
+    >>> budget = Quota(10)
     >>> budget.take(6), budget.take(6), budget.left, budget.take(4)
     (True, False, 4, True)
     """
@@ -37,7 +37,7 @@ class Budget:
             return True
 
     @classmethod
-    def of_disk(cls, folder: Path) -> Budget:
+    def of_disk(cls, folder: Path) -> Quota:
         """Return the budget for files fetched from one host: a quarter of the free space on the disk of `folder`."""
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         return cls(int(FETCHED_SHARE * shutil.disk_usage(there).free))

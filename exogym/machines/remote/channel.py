@@ -15,7 +15,7 @@ from typing import IO, TextIO
 from exogym.core.progress import notice, readable_bytes
 from exogym.machines.launch.output import LogFiles, Screens
 from exogym.machines.remote import ssh
-from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
+from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Quota
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.onhost.guard import DISMISSED
 from exogym.machines.remote.orders import HostOrder
@@ -47,7 +47,7 @@ class Logs:
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
         self.folder, self.echo, self.most_bytes = folder, echo, most_bytes
-        self._budgets: dict[int, Budget] = {}
+        self._budgets: dict[int, Quota] = {}
         self._full: set[int] = set()  # hosts whose limit is reached
         self.first: tuple[int, str] | None = None
         self._files, self._screens = LogFiles(folder), Screens()
@@ -72,7 +72,7 @@ class Logs:
     def _has_room(self, number: int, address: str, count: int) -> bool:
         if number in self._full:
             return False
-        if self._budgets.setdefault(number, Budget(self.most_bytes)).take(count):
+        if self._budgets.setdefault(number, Quota(self.most_bytes)).take(count):
             return True
         self._full.add(number)
         why = f"{address} has printed {readable_bytes(self.most_bytes)}: its later output is not saved in {self.folder}"

@@ -9,7 +9,7 @@ from typing import IO, Any
 from exogym.core.base.files import beside
 from exogym.core.progress import readable_bytes
 from exogym.errors import ExoGymError
-from exogym.machines.remote.budget import Budget
+from exogym.machines.remote.budget import Quota
 from exogym.machines.remote.hosts import Host
 from exogym.machines.remote.inquiry import Inquiry, Unanswered
 
@@ -18,7 +18,7 @@ END_S = 10.0  # seconds for a host to end after an error
 MOST_SAID = 1 << 16  # characters of a host's error
 
 
-def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> None:
+def fetch(host: Host, folder: str, path: str, target: Path, budget: Quota) -> None:
     """Copy the file `path` in `folder` on `host` to `target` on this machine, completely or not at all.
 
     Args:

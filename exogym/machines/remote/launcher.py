@@ -16,7 +16,7 @@ from exogym.core.base.files import new_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.machines.launch.stopping import ended_by
-from exogym.machines.remote.budget import Budget
+from exogym.machines.remote.budget import Quota
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board
@@ -77,7 +77,7 @@ class SSHLauncher:
                 )
         self.min_hosts, self.retries = min_hosts, retries
         self.finished: list[Host] = []
-        self._budgets: dict[Host, Budget] = {}  # for fetched files
+        self._budgets: dict[Host, Quota] = {}  # for fetched files
         self.sync, self.max_restarts = sync, max_restarts
         self.project = os.path.realpath(project or os.getcwd())
         self.out, self.echo = Path(out), echo
@@ -166,7 +166,7 @@ class SSHLauncher:
                 was damaged on the way.
         """
         host = host or self.config.master
-        budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
+        budget = self._budgets.setdefault(host, Quota.of_disk(target.parent))
         fetch(host, host.path or self.project, path, target, budget)
 
     # Inside

@@ -25,7 +25,7 @@ OF_SEVERAL_NODES = ("faults", "balance")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparisonSetting:
     """The settings that all strategies of a comparison share."""
 
     nodes: int
@@ -89,7 +89,7 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     return {label: label for label in labels}
 
 
-def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seeds: Any, lr: Any) -> Setting:
+def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seeds: Any, lr: Any) -> ComparisonSetting:
     nodes, steps = (
         task.num_nodes if num_nodes is None else num_nodes,
         task.max_steps if max_steps is None else max_steps,
@@ -104,10 +104,10 @@ def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seed
     if not are_whole or not seeds or len(set(seeds)) < len(seeds):
         raise ArgumentError(f"seeds={seeds!r}: give the number of seeds, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
-    return Setting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
+    return ComparisonSetting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
 
 
-def entries_of(strategies: Any, setting: Setting, own_lr: bool = False) -> dict[str, Entry]:
+def entries_of(strategies: Any, setting: ComparisonSetting, own_lr: bool = False) -> dict[str, Entry]:
     """Return the named strategies.
 
     Args:

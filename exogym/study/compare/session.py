@@ -16,7 +16,7 @@ from exogym.options import RunOptions
 from exogym.record import History
 from exogym.study.cells import Cell, Outcome, Standing, train
 from exogym.study.compare.asked import ComparisonOptions
-from exogym.study.compare.entries import OF_SEVERAL_NODES, Entry, Setting
+from exogym.study.compare.entries import OF_SEVERAL_NODES, ComparisonSetting, Entry
 from exogym.study.compare.folder import Folder
 from exogym.study.compare.forecast import Forecast
 from exogym.study.compare.summary import Track
@@ -49,7 +49,7 @@ class Session:
 
     asked: ComparisonOptions
     task: Task
-    setting: Setting
+    setting: ComparisonSetting
     entries: Mapping[str, Entry]
     split: Partitioner | None
     val: Any

@@ -10,10 +10,10 @@ from research.reproduce.claims.diloco import DDP, DILOCO, MODERATE, SINGLE
 
 if TYPE_CHECKING:
     from exogym.strategy.strategy import Strategy
-    from exogym.study.compare.entries import Setting
+    from exogym.study.compare.entries import ComparisonSetting
 
 
-def demo_without_transform(setting: Setting) -> Strategy:
+def demo_without_transform(setting: ComparisonSetting) -> Strategy:
     """Return DeMo with its defaults and k = 4, but without the transform: nodes send the momentum's largest entries."""
     from research.reproduce.claims import without_transform
 

@@ -12,7 +12,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.demo import DCTMomentum
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.strategy import Run, Strategy
-from exogym.study.compare.entries import Setting
+from exogym.study.compare.entries import ComparisonSetting
 
 
 class _Blocks(BlockDCT):
@@ -34,7 +34,7 @@ class _TopKMomentum(DCTMomentum):
         ]
 
 
-def demo_without_transform(setting: Setting) -> Strategy:
+def demo_without_transform(setting: ComparisonSetting) -> Strategy:
     """Return DeMo with its defaults and k = 4, but without the transform: nodes send the momentum's largest entries."""
     return CommunicateOptimizeStrategy(
         OptimSpec(torch.optim.SGD, lr=setting.lr), lr_scheduler=setting.lr_scheduler, max_norm=setting.max_norm,

@@ -24,7 +24,7 @@ from exogym.core.base.shelf import SENSELESS, LineStore, Shelf, unpacked
 from exogym.core.engine.sockets import ports_closed_afterwards, sockets
 from exogym.machines.launch.door import MOST_OF_ONE_ADDRESS, MOST_UNNAMED, SIZE, Door, WrongSecret, knock, listen, proof
 from exogym.machines.launch.meeting import LEFT, NODE, Link, MeetingPlace, Relay
-from exogym.machines.launch.rendezvous import Node, OrderedRendezvous
+from exogym.machines.launch.rendezvous import Machine, OrderedRendezvous
 from exogym.machines.remote.elastic.member import Member
 from exogym.machines.remote.elastic.membership import Membership, MembershipServer
 
@@ -334,9 +334,9 @@ def test_a_member_that_talks_nonsense_ends_its_own_line_only(name: str) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_nodes_learn_that_another_one_is_gone(lost: int) -> None:
-    nodes = [OrderedRendezvous(Node(0, "127.0.0.1", 0, 20), 2)]
+    nodes = [OrderedRendezvous(Machine(0, "127.0.0.1", 0, 20), 2)]
     assert nodes[0].host is not None
-    nodes.append(OrderedRendezvous(Node(1, "127.0.0.1", nodes[0].host.port, 20), 2))
+    nodes.append(OrderedRendezvous(Machine(1, "127.0.0.1", nodes[0].host.port, 20), 2))
     meet = [threading.Thread(target=node.next_rendezvous, daemon=True) for node in nodes]
     for thread in meet:
         thread.start()

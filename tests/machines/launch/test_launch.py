@@ -28,7 +28,7 @@ from exogym.machines.launch.__main__ import main, split
 from exogym.machines.launch.attempts import Attempts, describe, exit_code, first_failure
 from exogym.machines.launch.config import FIRST_RANK
 from exogym.machines.launch.output import RankOutput
-from exogym.machines.launch.rendezvous import NAME, Node, check_address, register
+from exogym.machines.launch.rendezvous import NAME, Machine, check_address, register
 
 PAGE = ROOT / "docs" / "distributed.md"
 WAIT_S = 300.0
@@ -513,7 +513,7 @@ def test_two_nodes_of_one_rank():
     register()
 
     def meet(rank: int) -> None:
-        node = Node(rank, "127.0.0.1", port, 120)
+        node = Machine(rank, "127.0.0.1", port, 120)
         parameters = RendezvousParameters(NAME, f"127.0.0.1:{port}", "run", 3, 3, "127.0.0.1", node=node)
         handler = get_rendezvous_handler(parameters)
         try:

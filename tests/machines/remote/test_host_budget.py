@@ -12,7 +12,7 @@ import pytest
 
 from exogym.errors import ExoGymError
 from exogym.machines.remote import Host, fetching, inquiry
-from exogym.machines.remote.budget import Budget
+from exogym.machines.remote.budget import Quota
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board, read_hosts
@@ -67,7 +67,7 @@ def test_a_file_is_no_larger_than_was_said_and_than_may_be(
     monkeypatch.setattr(inquiry.ssh, "start", start)
     monkeypatch.setattr(fetching, "END_S", 0.1)
     monkeypatch.setattr(inquiry, "MOST_BYTES", 1000)
-    budget = Budget(10_000)
+    budget = Quota(10_000)
     if refused is None:
         fetch(HOST, ".", "model", tmp_path / "model", budget)
         assert (tmp_path / "model").read_bytes() == b"x" * 1000 and budget.left == 9000
