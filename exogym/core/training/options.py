@@ -363,7 +363,11 @@ _DEFAULTS = {field.name: field.default for kind in (Placement, FitOptions) for f
 
 def changed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that differ from the defaults of `FitOptions` and `Placement`."""
-    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+    return {
+        name: value
+        for name, value in options.items()
+        if (value is not None if _DEFAULTS[name] is None else value != _DEFAULTS[name])  # a value may be an array
+    }
 
 
 def placed(options: Mapping[str, Any]) -> dict[str, Any]:

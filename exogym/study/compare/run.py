@@ -137,6 +137,8 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
         split = IID() if wanted is None else partitioner_of(wanted)
         for seed in setting.seeds:
             split.split(task.train, setting.nodes, seed)  # raises now if a node gets no data
+    if asked.processes == "auto":  # in folders of before
+        raise ArgumentError("processes='auto': it is retired: give a number, such as processes=4 on four cores")
     check_count("processes", asked.processes)
     place_rows(setting.nodes, asked.processes)
     check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss)

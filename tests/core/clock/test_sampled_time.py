@@ -54,7 +54,7 @@ def test_the_clock_waits_for_late_reports_as_the_server_does(make):
     found = trained(
         strategy,
         network=FREE,
-        step_seconds=np.linspace(0.1, 0.3, CLIENTS).tolist(),
+        step_seconds=np.linspace(0.1, 0.3, CLIENTS),
         max_steps=24,
         faults=Faults(trace=fleet),
     )

@@ -349,6 +349,16 @@ def test_servers_of_islands_and_unequal_nodes_share_lines_too():
     assert few.seconds_per_step < 1.3 and many.seconds_per_step == pytest.approx(relayed_s / 10)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("text", ["async_diloco:H=10", "decoupled_diloco:H=10", "halos:H=10:island_size=3"])
+def test_a_node_without_a_round_among_thousands_of_others_counts_too(text):
+    """A node ten thousand times as slow as the others adds its own few steps to theirs."""
+    unlike = {"network": Network([1e9, 5e7, 1e9, 1e9, 1e9], "10ms"), "num_nodes": 5, "parameters": 1e6}
+    many, slower = (row(text, step_seconds=[0.05] * 4 + [slow_s], **unlike) for slow_s in (500.0, 1000.0))
+    assert many.seconds_per_step == pytest.approx(slower.seconds_per_step, rel=1e-3)
+    assert 0 < many.utilisation < 1
+
+
 @pytest.mark.parametrize("dylu", ["false", "true"])
 def test_rounds_are_those_of_a_real_run(dylu):
     """But for the last round, which the end of training cuts short."""

@@ -357,6 +357,16 @@ def test_what_a_folder_names_is_neither_imported_nor_opened(
     assert not (tmp_path / "sprung").exists() and "trap" not in sys.modules
 
 
+def test_processes_of_before_are_named_and_another_number_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = strange(tmp_path / "folder", processes="auto")
+    assert main(["compare", "--resume", "--out", str(folder)]) == 2
+    assert "processes='auto': it is retired: give a number" in capsys.readouterr().err
+    assert main(["compare", "--resume", "--out", str(folder), "--processes", "2"]) == 2  # the folder is a made-up one
+    assert "holds a comparison with other options" in capsys.readouterr().err
+
+
 def test_a_task_of_ones_own_is_resumed_when_it_is_named_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
