@@ -77,10 +77,14 @@ def run_forked(
                 if child.status:
                     raise Lost(child.process)
             return result
-        except Hung as hung:
-            error: BaseException = children[hung.process - 1].hangs(placement[hung.process], hung)
         except Lost as lost:
-            error = children[lost.process - 1].why(placement[lost.process])
+            child, nodes = children[lost.process - 1], placement[lost.process]
+            if isinstance(lost, Hung) and not child.has_ended(
+                0
+            ):  # if it ended, a process that it started held its line
+                error: BaseException = child.hangs(nodes, lost)
+            else:
+                error = child.why(nodes)
         raise error
     finally:
         patience_s = PATIENCE_S if memory[STOP] else 0.0  # processes that were asked to stop end by themselves
@@ -159,6 +163,7 @@ class _Child:
     def write_report(self, error: BaseException) -> None:
         """In the forked process: leave `error` to the main process."""
         self.report.write(pickle.dumps(packed(error)))
+        self.own_line.shutdown(socket.SHUT_RDWR)  # also if processes that this one started hold the line
 
     def wait(self, patience_s: float = math.inf) -> None:
         """Wait at most `patience_s` seconds until the forked process ends."""

@@ -14,6 +14,7 @@ from torch import nn
 from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
 from exogym.core.engine import hangs
+from exogym.core.engine.forks import run_forked
 from exogym.core.saving import checkpoint
 from exogym.errors import ArgumentError, WorkerError
 
@@ -82,6 +83,40 @@ def test_a_worker_that_hangs_is_named_with_where_it_stands(name):
     assert f"for 2 s in a training step{', stopped by a signal (SIGSTOP)' * (name == 'stopped')} (hang_s=2" in text
     assert (f"in {HANGS[name].__name__}" in text and "in forward" in text) is (name != "stopped")
     assert (family(), signal.getsignal(hangs.SIGNAL)) == (before, handler) and descriptors() <= pipes
+
+
+def fails(wire):
+    raise LookupError("it has gone")
+
+
+def dies(wire):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "text"),
+    [(fails, LookupError, "gone"), (dies, WorkerError, "killed by SIGKILL")],
+    ids=["error", "killed"],
+)
+def test_what_ended_a_worker_is_told_while_a_process_of_its_own_runs_on(tmp_path, monkeypatch, end, kind, text):
+    """That process, such as a DataLoader's, holds copies of the worker's connections."""
+    left = tmp_path / "pid"
+
+    def body(wire):
+        if not wire.is_main:
+            if (pid := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(0)
+            left.write_text(str(pid))
+            end(wire)
+        wire.agree(False)
+
+    monkeypatch.setattr(hangs, "PATIENCE", 1)
+    try:
+        with pytest.raises(kind, match=text):
+            run_forked([[0], [1]], body, hang_s=1.0)
+    finally:
+        os.kill(int(left.read_text()), signal.SIGKILL)
 
 
 def test_a_disk_that_does_not_answer_is_a_hang(tmp_path, monkeypatch):
