@@ -79,11 +79,9 @@ def run_forked(
             return result
         except Lost as lost:
             child, nodes = children[lost.process - 1], placement[lost.process]
-            if isinstance(lost, Hung) and not child.has_ended(
-                0
-            ):  # if it ended, a process that it started held its line
+            if isinstance(lost, Hung) and not child.has_ended(0):
                 error: BaseException = child.hangs(nodes, lost)
-            else:
+            else:  # also if a process that it started holds its line, so that it seemed to hang
                 error = child.why(nodes)
         raise error
     finally:

@@ -26,6 +26,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+if __name__ == "__main__":  # the watcher process, in which no other package may hide the standard library
+    sys.path.append(str(Path(__file__).parents[3]))
+
 from exogym.core.base import pulse
 
 AT = (
@@ -137,8 +140,8 @@ def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[No
         undo.enter_context(shows_stacks(number))
         words = [str(os.getpid()), str(number), str(hang_s), f"rank {rank}{or_others}"]
         other = subprocess.Popen(  # without the packages of the environment: it starts in 50 ms
-            [sys.executable, "-P", "-S", __file__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            pass_fds=[number], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            [sys.executable, "-I", "-S", __file__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[number],
         )  # fmt: skip
         undo.callback(other.wait)
         undo.callback(other.kill)

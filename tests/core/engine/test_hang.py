@@ -3,7 +3,10 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from battery import AVERAGES, Trouble, fingerprint, outcome, plain_model, train
@@ -11,6 +14,7 @@ from paths import TESTS
 from processes import descriptors, family, python, world
 from torch import nn
 
+import exogym
 from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
 from exogym.core.engine import hangs
@@ -266,6 +270,28 @@ def test_a_rank_of_a_world_that_hangs_is_killed(options, tmp_path):
     who = "rank [01] or another device of its node" if options else "rank 1"
     assert code and re.search(f"exogym: {who} hangs: no progress for 2 s in a training step", said), said
     assert "ended in" not in said and (options or "in spin_for_ever" in said)
+
+
+WATCHED = """
+import signal, sys, time
+sys.path.insert(0, sys.argv[1])
+from exogym.core.base import pulse
+from exogym.core.engine import hangs
+assert hangs.__file__.startswith(sys.argv[1])
+with hangs.watched(0.5, 0), pulse.at(pulse.WORKING):
+    time.sleep(60)
+"""
+
+
+def test_a_watcher_runs_wherever_the_package_lies(tmp_path):
+    """Also in a folder that PYTHONPATH cannot name, and beside a file that has a standard module's name."""
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    (folder / "exogym").symlink_to(Path(exogym.__file__).parent)
+    (folder / "signal.py").write_text("raise ImportError('not the standard one')")
+    done = subprocess.run([sys.executable, "-P", "-c", WATCHED, folder], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "rank 0 hangs: no progress for 0.5 s in a training step" in done.stderr
 
 
 @pytest.mark.slow
