@@ -132,7 +132,7 @@ def host(pipe: Connection, train: Train, urgent: bool, beside: int | None) -> No
     killed.
 
     The first answer is False where real-time priority was asked for and not had. Orders are ("meet", environment of
-    the world), ("part", None), ("latency", None), ("step", task), ("probe", kinds), ("train", job), ("call", (function,
+    the world), ("part", None), ("latency", None), ("step", task), ("probe", None), ("train", job), ("call", (function,
     arguments)); each is answered.
     """
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -162,7 +162,7 @@ def host(pipe: Connection, train: Train, urgent: bool, beside: int | None) -> No
         elif order == "latency":
             pipe.send(message_s())
         elif order == "probe":
-            pipe.send(measure(kinds=given)[1])
+            pipe.send(measure()[1])
         elif order == "step":
             with contextlib.chdir(Path(__file__).parent):  # where the script is a module
                 pipe.send(step_seconds(given))
@@ -300,9 +300,9 @@ class Hosts:
         """Return the seconds of a small message between the first two, which have met."""
         return self._order("latency", [None for _ in self._ranks])[0]
 
-    def probes(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """Return what `exogym doctor --measure` writes of these hosts, which have met, for some collectives."""
-        return self._order("probe", [list(kinds) for _ in self._ranks])[0]
+    def probes(self) -> dict[str, Any]:
+        """Return what `exogym doctor --measure` writes of these hosts, which have met."""
+        return self._order("probe", [None for _ in self._ranks])[0]
 
     def steps_s(self, task: str) -> list[float]:
         """Return the seconds of a step of a task on each host, all at once, as `exogym doctor --measure` has them."""

@@ -142,14 +142,14 @@ def main(arguments: Sequence[str] | None = None, of: typer.Typer = app, name: st
         except (Exception, KeyboardInterrupt) as error:
             if "--debug" in given:
                 traceback.print_exc(file=STDERR)
-            status = BROKEN_PIPE if isinstance(error, OSError) and is_stdout_gone() else _report(error)
+            status = BROKEN_PIPE if isinstance(error, OSError) and is_stdout_gone() else _report(error, given)
     if status == INTERRUPTED:
         print("exogym: interrupted", file=STDERR)
     return status
 
 
-def _report(error: BaseException) -> int:
-    """Print the error as one line on stderr and return the exit status."""
+def _report(error: BaseException, given: Sequence[str]) -> int:
+    """Print the error of the arguments `given` as one line on stderr and return the exit status."""
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -161,6 +161,8 @@ def _report(error: BaseException) -> int:
             names = [name for name in options if name.startswith("--")]
             instead = retired(option.removeprefix("--").replace("-", "_"), error.ctx.info_name if error.ctx else "")
             text = f"there is no option {option}: {instead or nearest(option, names)}"
+        elif instead := _retired_word(error, given):
+            text = f"{text.rstrip('.')}: {instead}"
     elif limit := _limit_in(error):
         text, status = limit
     elif isinstance(error, ArgumentError | DataError):
@@ -171,6 +173,15 @@ def _report(error: BaseException) -> int:
         status = 1
     print("exogym: error: " + " ".join(text.split()), file=STDERR)
     return status
+
+
+def _retired_word(error: Any, given: Sequence[str]) -> str | None:
+    """Return what to use instead of a retired command, or of an option's retired value, or None for another error."""
+    of, taken = getattr(error, "param", None), error.ctx.info_name if error.ctx else ""
+    if of is None and "command" not in error.format_message():
+        return None
+    where = taken if of is None else of.name
+    return next(filter(None, (retired(word.rpartition("=")[2].replace("-", "_"), where) for word in given)), None)
 
 
 def _limit_in(error: BaseException | None) -> tuple[str, int] | None:

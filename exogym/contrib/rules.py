@@ -29,6 +29,7 @@ all-gather: each member sends and receives (n-1) S. With a server, each member s
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,11 +37,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exogym.core.base.retired import absent
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count
 
 __all__ = ["RULES", "Krum", "Median", "Rule", "TrimmedMean", "rule_of"]
+
+__getattr__ = functools.partial(absent, __name__)  # names that were here
 
 CHUNK = 1 << 20  # elements whose distances are summed at once
 

@@ -78,6 +78,7 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 
+    @checked
     def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
         if "LOCAL_RANK" in os.environ and "RANK" not in os.environ:  # so Lightning starts processes of its own
             raise ArgumentError(

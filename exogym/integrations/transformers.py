@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from exogym.errors import ArgumentError, CheckpointError
+from exogym.errors import ArgumentError, CheckpointError, checked
 from exogym.integrations.dealing import Dealt
 from exogym.integrations.joining import Adapter, StrategyOptimizer, has_schedule, refuse
 
@@ -49,6 +49,7 @@ class ExoGymCallback(Adapter, TrainerCallback):
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 
+    @checked
     def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
         super().__init__(strategy, total_steps=total_steps, seed=seed)
         self._sizes: list[int] = []  # the batches of an epoch's last step, if the last of them is shorter

@@ -6,16 +6,19 @@ class Proximal(PeriodicModule, Corrects):
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from exogym.core.base.retired import RETIRED
+from exogym.core.base.retired import RETIRED, absent
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.traffic import AskedRounds
+
+__getattr__ = functools.partial(absent, __name__)  # capabilities that were here
 
 
 class Corrects(ABC):
@@ -114,12 +117,6 @@ def check_declared(module: type) -> None:
                     f"{module.__name__} has {name}, which only a {capability.__name__} has: let the class also inherit "
                     f"exogym.strategy.capabilities.{capability.__name__}"
                 )
-
-
-def __getattr__(name: str) -> None:
-    if (instead := RETIRED.get(f"capabilities.{name}")) is not None:
-        raise ImportError(f"{__name__}.{name} is retired: {instead}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Clients(ChoosesClients):

@@ -163,6 +163,7 @@ BAD = {
     "step": (["--network", "wifi", "--step-seconds", "soon"], "step_seconds='soon'"),
     "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
     "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
+    "processes=auto is retired": (["--processes", "auto"], "give a number, such as processes=4"),
     "timeline is retired": (["--timeline"], "exogym ui draws what the nodes did"),
     "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
     "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
@@ -334,6 +335,23 @@ def test_a_wrong_question_is_one_line(name: str, folder: Path, capsys: pytest.Ca
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     assert printed.err.startswith("exogym: error: ") and message in printed.err
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        (["cluster", "cancel", "7"], "use SLURM's scancel NUMBER"),
+        (["cluster", "logs", "7"], "read the job's log file"),
+        (["reproduce"], "python -m research"),
+    ],
+)
+def test_a_retired_command_says_what_to_do(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert f"No such command {next(w for w in reversed(command) if w.isalpha())!r}: it is retired: " in error
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("default")

@@ -185,7 +185,7 @@ def unknown_names(text: str) -> set[str]:
             module, folder = f"{module}.{rest[0]}", folder / rest.pop(0)
         try:
             pkgutil.resolve_name(f"{module}:{'.'.join(rest)}")
-        except (AttributeError, ModuleNotFoundError):
+        except (AttributeError, ImportError):
             unknown.add(name)
     return unknown
 

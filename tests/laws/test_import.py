@@ -203,6 +203,20 @@ def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:
     assert flaws(module) == [flaw]
 
 
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("exogym.clock", "draw_timeline"),
+        ("exogym.faults", "Diurnal"),
+        ("exogym.contrib.rules", "Bulyan"),
+        ("exogym.strategy.capabilities", "Tunable"),
+    ],
+)
+def test_importing_a_retired_name_says_what_to_use_instead(module: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"{name}.*it is retired: "):
+        exec(f"from {module} import {name}")
+
+
 @pytest.mark.parametrize("name", ["nothing", "errors.nothing", "nothing.errors", "errors.ArgumentError", ""])
 def test_what_is_no_name_of_the_package_is_no_attribute(name: str) -> None:
     with pytest.raises(AttributeError, match="has no attribute"):

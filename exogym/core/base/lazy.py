@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from exogym.core.base.retired import retired
+from exogym.core.base.retired import absent
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -37,6 +37,8 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     >>> import exogym.progress
     >>> exogym.progress.readable_bytes.__module__, "warn" in dir(exogym.progress)
     ('exogym.core.progress', True)
+
+    A retired name is an ImportError: see `absent`.
     """
     module = sys.modules[package]
     imports = [
@@ -63,10 +65,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             if hasattr(importlib.import_module(room), name):
                 return getattr(sys.modules[room], name)
         if name.startswith("_") or "." in name or not has_module(name):
-            instead = retired(name, package)
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}" + ("" if instead is None else f": {instead}")
-            )
+            absent(package, name)
         return importlib.import_module(f"{package}.{name}")
 
     def known() -> list[str]:

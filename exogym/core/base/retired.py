@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 _PILOT = "it cost more than it saved; exogym compare --network trains the candidates"
 _MONEY = "multiply the hours and bytes of the table by your prices"
@@ -12,10 +12,8 @@ _LIMITS = "compare the table's times and bytes with your limits"
 _FAULTS = "Faults(...) simulates nodes that go away"
 _SIMULATE = "LocalTrainer.fit(network=..., step_seconds=...) predicts the time, in simulation"
 _STEP = "give the time of the whole node's step"
-_PLACED = (
-    *("engine", "cpus_per_process", "reduction", "overlap", "hang_s", "max_restarts", "client_state_memory"),
-    "keep_checkpoints",
-)
+_PLACED = ("reduction", "overlap", "hang_s", "max_restarts", "client_state_memory")
+_LAUNCHED = "give nnodes= and node_rank=: the launches join, and their ranks count on"
 _ASKED = "a server asks client_fraction of the clients, and Faults(trace=...) says which of them are available"
 
 # "where.name" or, if it was taken in many places, "name" -> what to do instead. An option of a command stands here by
@@ -33,7 +31,8 @@ RETIRED: dict[str, str] = {
     "advise.target_utilisation": "the table has the share of time in which nodes compute",
     **dict.fromkeys(("advise.node", "advise.layers", "advise.activation_bytes"), _STEP),
     **dict.fromkeys(("required_bandwidth", "compute_utilisation"), "a clone has it in research/layerwise.py"),
-    **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
+    "advise.device_utilisation": "in Python, give advise(step_seconds=Work(...)) with it",
+    **dict.fromkeys(("advise.bytes_per_element", "advise.algorithm"), "give it to advise(...) in Python"),
     **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("schedule.interleaved", "schedule.zero_bubble"), "use '1f1b' with more micro-batches"),
     **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
@@ -43,7 +42,10 @@ RETIRED: dict[str, str] = {
     "faults.Diurnal": "Devices(...) and Trace(FILE, repeat_s=86400) say when clients are available",
     "compare.timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",
     "compare.log_x": "compare(...).plot(x, log=True) draws this axis",
-    "Network.trace": "links stay the same during a run; predict it on the slowest and on the fastest network",
+    **dict.fromkeys(
+        ("Network.trace", "groups.trace", "matrix.trace"),
+        "links stay the same during a run; predict it on the slowest and on the fastest network",
+    ),
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
     **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
     "robust": "in Python, wrap the strategy: exogym.contrib.Robust(strategy, 'median')",
@@ -52,29 +54,24 @@ RETIRED: dict[str, str] = {
     "transport": "ddp, diloco, fedavg, fedprox, fedopt and scaffold take averaging=Averaging(transport=...)",
     "strategy.NormCap": "exogym.contrib has NormCap, for Robust(strategy, NormCap(...))",
     **dict.fromkeys(
-        [
-            f"communicator.{name}"
-            for name in (
-                "Rule",
-                "RULES",
-                "Median",
-                "TrimmedMean",
-                "Krum",
-                "rule_of",
-                "SecureAggregation",
-            )
-        ],
-        "exogym.contrib has it",
+        [f"communicator.{name}" for name in ("Rule", "RULES", "Median", "TrimmedMean", "Krum", "rule_of")],
+        "exogym.contrib.rules has it",
     ),
+    "communicator.SecureAggregation": "exogym.contrib.secure_sums has it",
     **{
         f"{function}.{name}": f"write placement=Placement({name}=...)"
-        for function in ("fit", "compare", "sweep", "estimate")
-        for name in _PLACED
+        for function, names in (
+            ("fit", (*_PLACED, "engine", "cpus_per_process", "keep_checkpoints")),
+            ("compare", _PLACED),
+            ("sweep", _PLACED),
+        )
+        for name in names
     },
     **dict.fromkeys(
         [
             *(f"robust.{name}" for name in ("bulyan", "geometric_median", "centered_clip")),
             *(f"communicator.{name}" for name in ("Bulyan", "GeometricMedian", "CenteredClip")),
+            *(f"rules.{name}" for name in ("Bulyan", "GeometricMedian", "CenteredClip")),
         ],
         "use 'krum', 'median' or 'trimmed_mean'",
     ),
@@ -90,11 +87,21 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(
         ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
     ),
-    **dict.fromkeys(("clusters.status_of", "clusters.log_of", "clusters.cancel"), "SLURM has squeue and scancel"),
-    "kubernetes.kind": "an indexed Job needs no operator",
+    **dict.fromkeys(("clusters.status_of", "cluster.status"), "use SLURM's squeue --job NUMBER"),
+    **dict.fromkeys(("clusters.log_of", "cluster.logs"), "read the job's log file, exogym-NUMBER.log"),
+    **dict.fromkeys(("clusters.cancel", "cluster.cancel"), "use SLURM's scancel NUMBER"),
+    "kubernetes.kind": "the manifest has an indexed Job, which needs no operator",
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
-    **dict.fromkeys(("attach.network", "attach.step_seconds", "Adapter.network", "Adapter.step_seconds"), _SIMULATE),
+    **{
+        f"{taker}.{name}": _SIMULATE
+        for taker in ("attach", "Adapter", "ExoGymCallback")
+        for name in ("network", "step_seconds")
+    },
     "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",
+    "launch.dry_run": "SSHLauncher.check() checks the hosts and starts nothing",
+    "SSHLauncher.start_timeout_s": "hosts always have 300 s to connect to each other",
+    "SSHLauncher.answer_s": "a host always has 60 s for each answer",
+    **dict.fromkeys(("launch_distributed_training.first_rank", "LaunchConfig.first_rank"), _LAUNCHED),
     "init_process_group.store": "give init_method=; torch's own init_process_group takes a store",
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
     "communicator.FACTORS": "sent_factor(kind, algorithm, members)",
@@ -166,6 +173,19 @@ def retired(name: str, where: str = "") -> str | None:
     """
     found = RETIRED.get(f"{where.rpartition('.')[2]}.{name}", RETIRED.get(name))
     return None if found is None else f"it is retired: {found}"
+
+
+def absent(module: str, name: str) -> NoReturn:
+    """Raise the error of a name that a module does not have: a module's `__getattr__` calls it.
+
+    Raises:
+        ImportError: the name is retired; the message says what to use instead. With an AttributeError, Python would
+            replace the message if the name was imported from the module.
+        AttributeError: the module never had the name.
+    """
+    if (instead := retired(name, module)) is not None:
+        raise ImportError(f"cannot import {name!r}: {instead}", name=module)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def is_default(name: str, value: Any) -> bool:

@@ -88,6 +88,7 @@ class SSHLauncher:
         """Check all hosts, and return one `Check` per host and check (see `check_hosts`)."""
         return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir)
 
+    @checked
     def launch(
         self,
         script: str | os.PathLike[str],
