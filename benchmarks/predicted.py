@@ -56,7 +56,6 @@ WIDTH = 500  # of a layer
 STEPS = 4  # steps of a segment, or H if larger
 LEAST, MOST = 3, 24  # measured segments, after one that is not measured
 PARTS = ("comm", "run")
-KINDS = {"tree": "exact all_reduce", "native": "all_reduce"}  # reduction to its collective in a probe
 
 
 class Wide(nn.Module):
@@ -171,7 +170,7 @@ def told(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str
 def probed(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the clock's inputs from measurements of these hosts; None if the turn ends first."""
     step = once(f"{job['hosts']}/step", group, cells, None, lambda: {"step_s": group.steps_s("predicted:task")})
-    network = once(f"{job['hosts']}/{rate}", group, cells, rate, lambda: {"network": group.probes([*KINDS.values()])})
+    network = once(f"{job['hosts']}/{rate}", group, cells, rate, lambda: {"network": group.probes()})
     if step is None or network is None or cells.is_over:
         return None
     return {"network": network["network"], "step_s": step["step_s"]}

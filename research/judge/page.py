@@ -55,8 +55,8 @@ The candidates: {candidates}.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
-  instead of the shipped runs. **90 % utilization** is `exogym advise --target-utilisation 0.9`. The formulas are in
-  [Beliefs](../../docs/network.md#beliefs).
+  instead of the shipped runs. **90 % utilization** is `--target-utilisation 0.9`. `exogym advise` no
+  longer has these two options. The formulas are in [Beliefs](../../docs/network.md#beliefs).
 - We chose the targets, the use of beliefs and the weight of the label skew after seeing these results. We also chose
   then that `ddp` is not advised where one node alone is faster, and that a task's places count as one. If all places
   count alike, 57 % and not 63 % of **advise**'s choices are within 2 % of the best, but 42 % and not 38 % of
