@@ -78,7 +78,8 @@ OTHERS = (
     ),
     *(Place("pictures", 4), Place("pictures", 16), Place("clients", 100), Place("spoken", 4)),
 )
-# For judging advice (`python -m research judge`): tasks and methods that were named before any of their results was known.
+# For judging advice (`python -m research judge`): tasks and methods that were named before any
+# of their results was known.
 UNSEEN = ("tumors", "cars", "roles", "words", "strokes", "spoken")
 CANDIDATES = (
     "ddp", "powersgd", "demo", "sparta", "qreduce",

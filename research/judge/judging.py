@@ -307,7 +307,7 @@ def by_pilot(question: Question) -> Advised:
 
 
 def by_pilot_and_known(question: Question) -> Advised:
-    """Advise what `exogym advise --pilot 0.1` recommended: after a pilot that begins with the runs that ExoGym ships."""
+    """Advise what `exogym advise --pilot 0.1` recommended, after a pilot that starts from ExoGym's runs."""
     return _after_pilot(question, question.known)
 
 
