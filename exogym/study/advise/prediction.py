@@ -605,7 +605,7 @@ def _rounds_at(
         rounds[here] += 1
         ends_s[here] = end_s
         here = []
-    for k in np.flatnonzero(rounds == 0):  # a round longer than all of this, beside which no wait counts
+    for k in np.flatnonzero(rounds == 0).tolist():  # a round longer than all of this, beside which no wait counts
         rounds[k], ends_s[k] = 1, work_s[k] + push_s[k] + pull_s((server.nodes[k],))
     return ends_s / rounds
 
