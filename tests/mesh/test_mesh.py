@@ -191,6 +191,6 @@ def test_the_columns_names_of_before_say_the_new_ones():
     import exogym.communicator
 
     with pytest.raises(ImportError, match=r"Inside.*is called Columns"):
-        from exogym.communicator import Inside  # noqa: F401
+        exogym.communicator.Inside  # noqa: B018
     with pytest.raises(AttributeError, match="is called Columns"):
         exogym.communicator.Wire([0]).inside  # noqa: B018
