@@ -425,7 +425,7 @@ def test_wrong_arguments() -> None:
     ):
         with pytest.raises(ArgumentError, match=message):
             Stream(DATA, 2, **kwargs)
-    with pytest.raises(ArgumentError, match="a factory already decides"):
+    with pytest.raises(ArgumentError, match="a data set factory: a partitioner needs all examples at once"):
         Stream(full_factory, 2, batch_size=1, partitioner="iid")
     for node, step in ((2, 0), (-1, 0), (0, -1)):
         with pytest.raises(ArgumentError, match=f"node={node}, step={step}"):

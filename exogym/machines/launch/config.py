@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_port, checked
 
 DEFAULT_PORT = 29500
@@ -103,6 +100,9 @@ LaunchConfig.__init__ = checked(LaunchConfig.__init__)  # type: ignore[method-as
 
 def _missing(backend: str) -> str | None:
     """Return why `backend` does not work on this machine, or None if it works."""
+    import torch  # only here: the page and the hosts' checks load none
+    import torch.distributed as dist
+
     if not dist.is_available():
         return "this build of torch has no torch.distributed; install another build"
     if not dist.is_backend_available(backend):

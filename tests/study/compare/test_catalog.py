@@ -47,7 +47,7 @@ def test_kinds_and_references() -> None:
         {option["name"]: option for option in catalog()[name]["options"]} for name in ("sparta_diloco", "diloco")
     )
     assert options["H"]["kind"] == "int" and options["outer_lr"]["kind"] == "float"
-    assert of_diloco["eager"]["kind"] == "bool" and options["rounding"]["kind"] == "str"
+    assert of_diloco["eager"]["kind"] == "bool" and options["weighting"]["kind"] == "str"
     assert options["compression_method"]["choices"] == ["random", "sequential", "partitioned", "topk"]
     assert options["outer_lr"]["help"] == of_diloco["outer_lr"]["help"]  # the docstring refers to DiLoCo
     assert not of_diloco["transport"]["is_open"]
