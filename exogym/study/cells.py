@@ -42,6 +42,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,13 +269,21 @@ def train(
         lock: the lock of the folder above, which gets a heartbeat now and then.
 
     Raises:
-        ArgumentError: an option is wrong, or more than one process is wanted where processes cannot be forked.
+        ArgumentError: an option is wrong, cells share a folder or need one, or more than one process is wanted where
+            processes cannot be forked.
         WorkerError: a run ended without a result; raised after all other runs have ended.
         KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs have saved their state and ended.
     """
     cells, outcomes = list(cells), dict[Cell, Outcome]()
-    progress, left = _Progress(cells, watch, lock), list[Cell]()
+    folders = Counter(None if cell.folder is None else Path(cell.folder).absolute() for cell in cells)
+    if twice := [folder for folder, count in folders.items() if folder is not None and count > 1]:
+        raise ArgumentError(f"{folders[twice[0]]} cells have the folder {str(twice[0])!r}: give each cell its own")
     pool, at_once = _pool_of(cells, processes, engine)
+    if pool is not None and folders[None]:
+        raise ArgumentError(
+            f"{folders[None]} cells have no folder, in which other processes leave their results: give each its own"
+        )
+    progress, left = _Progress(cells, watch, lock), list[Cell]()
 
     def end(cell: Cell, outcome: Outcome | None) -> None:
         assert outcome is not None

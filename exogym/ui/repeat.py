@@ -19,6 +19,7 @@ OF_A_COMPARISON = (
     *("data", "num_nodes", "max_steps", "batch_size", "lr", "partitioner", "device", "network", "step_seconds"),
     *("speeds", "target_loss", "val_size", "val_interval"),
 )
+OF_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder, which the code does not give
 Row = dict[str, Any]
 
 
@@ -105,9 +106,9 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
     objects = [n for n in plain if n not in PASSED_AS_TEXT or isinstance(given.get(n), dict)]
     if any(given.get(name) is not None for name in objects):
         return ""  # an object cannot be written as text, such as `faults`
-    names = (*OF_A_COMPARISON, *PASSED_AS_TEXT)
-    options: Row = {name: given[name] for name in names if given.get(name) not in (None, plain.get(name))} | own
-    options = placed(options)
+    names = [name for name in (*OF_A_COMPARISON, *PASSED_AS_TEXT) if name not in OF_A_FOLDER]
+    options: Row = {name: given[name] for name in names if given.get(name) not in (None, plain.get(name))}
+    options = placed(options | {name: value for name, value in own.items() if name not in OF_A_FOLDER})
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
     words += [f"{name}={pprint.pformat(value)}" for name, value in options.items()]
     imported = "from exogym import Placement\n" if "placement" in options else ""

@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.cli import app, main
 from exogym.cli.ui import forms_of
@@ -125,6 +125,7 @@ def _cells(top: Path) -> list[list[str]]:
 def test_a_snippet_has_the_options_that_runs_were_passed(tmp_path: Path) -> None:
     """Where they are text; no snippet names an object, such as faults."""
     small: dict[str, Any] = {"max_steps": 3, "num_nodes": 2, "device": "cpu", "seeds": 1, "gradient_accumulation": 2}
+    small |= {"placement": Placement(reduction="native", max_restarts=1, client_state_memory=1e6)}  # two need a folder
     for study, what in ((compare, "ddp"), (sweep, {"shuffle": [False], "strategy": ["ddp"]})):
         for name, faults in (("a", None), ("b", Faults(drop_rate=0.1))):
             out = tmp_path / study.__name__ / name
@@ -154,7 +155,7 @@ def test_a_snippet_repeats_the_run(top: Path, tmp_path: Path, monkeypatch: pytes
 SCRIPT = """
 import os, signal, sys
 import torch
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint, small_problem

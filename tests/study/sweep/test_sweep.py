@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from processes import Started
 
 from exogym.cli import main
 from exogym.errors import ArgumentError, WorkerError
+from exogym.strategy.registry import parse_strategy
 from exogym.study import cells, runs
 from exogym.study.compare import compare
 from exogym.study.sweep import SweepInterrupted, Swept, axes, sweep
 from exogym.study.sweep.search import BATCH, propose
+from exogym.study.tasks import load_task
 
 SMALL: dict[str, Any] = {"max_steps": 10, "num_nodes": 2, "device": "cpu"}
 GRID = {"H": [2, 5], "strategy": ["diloco", "fedavg"]}
@@ -262,6 +265,17 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(printed.err.splitlines()) == 2 and "2 of 2 runs: H=5, seed 0: validation loss" in printed.err
     assert main(words) == 2 and "--resume" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
+
+
+def test_each_cell_has_its_own_folder(tmp_path: Path) -> None:
+    """A cell would otherwise take another one's outcome for its own."""
+    task = load_task("digits")
+    several = [cells.Cell(task, parse_strategy("ddp"), seed, tmp_path / "one", {"max_steps": 1}) for seed in (0, 1)]
+    with pytest.raises(ArgumentError, match="2 cells have the folder "):
+        cells.train(several)
+    with pytest.raises(ArgumentError, match="2 cells have no folder"):
+        cells.train([replace(cell, folder=None) for cell in several], processes=2)
+    assert not any(tmp_path.iterdir())
 
 
 def test_the_engine_of_the_command_is_that_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
