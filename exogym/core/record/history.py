@@ -303,10 +303,12 @@ class History(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> list[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index]  # a range has a sequence's index rules, and raises IndexError
-        ends = np.cumsum(self._buffer["rows"][: self._size])
+        ends = np.cumsum(self._buffer["rows"][: self._size])  # once, also for many rows
+        found = range(len(self))[index]  # a range has a sequence's index rules, and raises IndexError
+        return self._row(found, ends) if isinstance(found, int) else [self._row(at, ends) for at in found]
+
+    def _row(self, at: int, ends: np.ndarray) -> Row:
+        """Return the row with the number `at`, given the number of rows up to each line's end."""
         line = int(np.searchsorted(ends, at, side="right"))
         place = at - int(ends[line])  # counted from the end of the line's rows
         return next(self._rows(line, slice(place, place + 1 or None)))
