@@ -274,7 +274,7 @@ def test_processes_and_stretches_change_nothing() -> None:
     assert fit(val_interval=3)[0] == whole[0] != fit(seed=1)[0]
 
 
-@pytest.mark.parametrize("stop", each([5, 8, 11], fast=[8]))
+@pytest.mark.parametrize("stop", each([5, 9, 11], fast=[9]))
 def test_a_run_goes_on_from_a_checkpoint_with_relays_under_way(stop: int, tmp_path: Any) -> None:
     def halt(loop: Any) -> None:
         under_way.append(loop.driver.algorithm.order.relays.tolist())

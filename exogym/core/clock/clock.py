@@ -108,7 +108,9 @@ class Clock:
         self._parts = {name: np.zeros(num_nodes, dtype=np.int64) for name in PARTS}
         self._line_free = np.zeros(num_nodes, dtype=np.int64)
         self.island_size: int | None = None
-        self._server_free: dict[tuple[int, str], int] = {}  # by island, or -1, and by kind
+        self._server_busy: dict[
+            tuple[int, str], list[tuple[int, int]]
+        ] = {}  # spans in order, by island (or -1) and kind
         self.steps = np.zeros(num_nodes, dtype=np.int64)
         self.tx_bytes, self.rx_bytes = np.zeros(num_nodes), np.zeros(num_nodes)
         self.events = 0
@@ -327,8 +329,8 @@ class Clock:
             row[flight.members] = True
         numbers = {handle: number for number, handles in self._on_their_way.items() for handle in handles}
         table = [[handle, f.cost, f.end, numbers.get(handle, -1)] for handle, f in self._flights.items()]
-        served = [[k, KINDS.index(kind), free] for (k, kind), free in self._server_free.items()]
-        tensors |= {"server_free": torch.tensor(served, dtype=torch.int64)} if served else {}
+        busy = [[k, KINDS.index(kind), *span] for (k, kind), spans in self._server_busy.items() for span in spans]
+        tensors |= {"server_busy": torch.tensor(busy, dtype=torch.int64)} if busy else {}
         return tensors | {
             "events": torch.tensor(self.events),
             "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
@@ -350,8 +352,9 @@ class Clock:
             setattr(self, name, state[name.strip("_")].numpy().copy())
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
         self.events = int(state["events"])
-        served = state["server_free"].tolist() if "server_free" in state else []
-        self._server_free = {(k, KINDS[kind]): free for k, kind, free in served}
+        self._server_busy = {}
+        for k, kind, begin, end in state["server_busy"].tolist() if "server_busy" in state else []:
+            self._server_busy.setdefault((k, KINDS[kind]), []).append((begin, end))
         rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
         self._flights, self._on_their_way = {}, {}
         for (handle, cost, end, number), of in rows:
@@ -389,14 +392,28 @@ class Clock:
         return starts[list(event.members)]
 
     def _served(self, event: Event, ready: int) -> int:
-        """Return when the line of a push's or pull's server can take it, from the tick `ready`, and occupy the line."""
+        """Return when the line of a push's or pull's server can take it, from the tick `ready`, and occupy the line.
+
+        A message that is ready before another may come here after it, so the line's free time counts, not its last end.
+        """
         if self.num_nodes == 1:
             return ready
         near, size = event.algorithm == "island", self.island_size or self.num_nodes
         island = event.members[0] // size if near else -1
-        start = max(ready, self._server_free.get((island, event.kind), 0))
         nodes = range(self.num_nodes)[island * size : (island + 1) * size] if near else range(self.num_nodes)
-        payload_bytes = event.payload_bytes * len(event.members)
-        busy_s = self.network.server_s(payload_bytes, nodes, near)
-        self._server_free[island, event.kind] = start + round(busy_s * TICKS_PER_S)
+        busy_s = self.network.server_s(event.payload_bytes * len(event.members), nodes, near)
+        start, busy = ready, round(busy_s * TICKS_PER_S)
+        spans = self._server_busy.get((island, event.kind), [])
+        for begin, end in spans:
+            if start + busy <= begin:
+                break
+            start = max(start, end)
+        if busy:
+            first, joined = int(self._ticks.min()), list[tuple[int, int]]()  # no message is ready before `first`
+            for begin, end in sorted([*spans, (start, start + busy)]):
+                if joined and begin == joined[-1][1]:
+                    joined[-1] = (joined[-1][0], end)
+                elif end > first:
+                    joined.append((begin, end))
+            self._server_busy[island, event.kind] = joined
         return start

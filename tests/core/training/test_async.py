@@ -151,6 +151,24 @@ def test_a_servers_line_serves_first_who_comes_first() -> None:
     assert [at for at, _ in arrivals] == pytest.approx([0.109] * 3)
 
 
+@pytest.mark.parametrize(("size", "ends_s"), [(0, 0.52), (1000, 0.528), (5000, 0.62)])  # 8 ms for 1,000 bytes
+def test_a_message_waits_only_for_those_that_began_before_it(size: int, ends_s: float) -> None:
+    """Rounds that the end of training cuts short are pushed last, also where their nodes' clocks stand earlier."""
+    clock = Clock(2, Network("1Mbps"), 0.01)
+    comm = Communicator(range(2), 2)
+    comm.ledger.listeners.append(clock.event)
+    x = torch.zeros(2, size, dtype=torch.uint8)
+    clock.advance(np.array([52, 54]))
+    comm.push(x, 1)
+    again = Clock(2, Network("1Mbps"), 0.01)
+    again.load_state(clock.state())  # the line's spans are part of the state
+    comm.push(x, 0)
+    assert clock.time_s == pytest.approx([ends_s, 0.54 + size * 8e-6])
+    comm.ledger.listeners[:] = [again.event]
+    comm.push(x, 0)
+    assert again.time_s.tolist() == clock.time_s.tolist()
+
+
 def test_a_full_line_sets_the_pace() -> None:
     """N messages of 8 ms a round; with a line that carries all of them, each node takes 10 + 8 + 8 ms."""
 
