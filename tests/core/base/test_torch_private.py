@@ -228,6 +228,22 @@ def test_fused_sgd_may_meet_a_gradient_late() -> None:
     assert optimizer.param_groups[0]["fused"] is True
 
 
+@tries("bare_step", "FusedSGD's plain step, which calls torch's kernel itself,")
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}, {"momentum": 0.9}])
+def test_a_plain_step_of_fused_sgd_is_its_step(options: Any) -> None:
+    wrapped, bare = parameters(), parameters()
+    two_steps(torch_private.FusedSGD(wrapped, lr=0.1, fused=True, **options), wrapped)
+    optimizer = torch_private.FusedSGD(bare, lr=0.1, fused=True, **options)
+    optimizer.step = torch_private.bare_step(optimizer)
+    assert optimizer.step.args[0] is torch_private.FusedSGD.plain_step
+    two_steps(optimizer, bare)
+    assert torch.is_grad_enabled() and all(map(torch.equal, wrapped, bare))
+    mixed = torch_private.FusedSGD(
+        [*parameters(), nn.Parameter(torch.ones(2, dtype=torch.float64))], lr=0.1, fused=True
+    )
+    assert torch_private.bare_step(mixed).args[0] is not torch_private.FusedSGD.plain_step
+
+
 @tries("FusedSGD", "torch's fused SGD, which needs FusedSGD in its stead:")
 def test_torchs_own_fused_sgd_fails_there() -> None:
     """The control: where torch has mended it, FusedSGD can go."""
