@@ -15,19 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exogym.core.base.files import temporary_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.machines.launch.config import BACKEND_VARIABLE, LaunchConfig
 from exogym.machines.launch.door import SECRET, WrongSecret
+from exogym.machines.launch.folders import launch_folder
 from exogym.machines.launch.output import RankOutput
-from exogym.machines.launch.stopping import RUNNING, Interrupted, ended_by, kill_what_is_left
+from exogym.machines.launch.stopping import Interrupted, ended_by, kill_what_is_left
 
 if TYPE_CHECKING:
     from exogym.machines.launch.attempts import AgentsRecord
     from exogym.machines.launch.rendezvous import Machine
 
-PREFIX = "exogym-launch-"  # of the launch's folder: the ranks' pipes, their marks and their errors
 RUNNER = Path(__file__).with_name("runner.py")
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's launcher does not unset it
 SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
@@ -73,8 +72,7 @@ class DistributedLauncher:
             raise ArgumentError(f"script={target!r} does not exist in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
         # At the first signal the agent sends SIGTERM to the ranks and waits. A second signal kills them.
-        with ended_by(SIGNALS) as stop, _kept(HANDLED), temporary_folder(PREFIX) as folder:
-            (folder / RUNNING).mkdir()
+        with ended_by(SIGNALS) as stop, _kept(HANDLED), launch_folder() as folder:
             stop.again = functools.partial(kill_what_is_left, folder)
             output = RankOutput(folder, self.config.nproc_per_node, log_dir)
             try:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import json
 import logging
 import os
 import re
@@ -22,11 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from exogym.core.base.processes import described
 from exogym.errors import ArgumentError, TrainingError
 from exogym.machines.launch import DistributedLauncher, LaunchConfig, launch_distributed_training
 from exogym.machines.launch.__main__ import main, split
 from exogym.machines.launch.attempts import Attempts, describe, exit_code, first_failure
 from exogym.machines.launch.config import FIRST_RANK
+from exogym.machines.launch.folders import OWNER, PREFIX, is_left
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import NAME, Machine, check_address, register
 
@@ -389,6 +392,51 @@ def test_ctrl_c_passes_sigterm_on_and_leaves_nothing(script, tmp_path):
         launch_distributed_training(path, nproc_per_node=2)
     pids = said(tmp_path, "up")
     assert ended(*pids) and sorted(said(tmp_path, "stopped")) == sorted(pids)
+
+
+def test_the_next_launcher_removes_the_folder_of_a_killed_one(script, start, tmp_path, monkeypatch):
+    """Also while other launchers run, whose folders stay."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    killed = start("-m", "exogym.launch", script("say('up')\nos.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(99)"))
+    assert killed.wait() == -signal.SIGKILL and ended(*said(tmp_path, "up", 1))
+    (left,) = (tmp_path / "tmp").glob("exogym-launch-*")
+    alive = start("-m", "exogym.launch", script("say('alive')\nwait('done', 1)", "alive.py"))
+    said(tmp_path, "alive", 1)
+    assert not left.exists()
+    (other,) = (tmp_path / "tmp").glob("exogym-launch-*")
+    assert launch_distributed_training(script("", "short.py")) == 0
+    assert [*(tmp_path / "tmp").glob("exogym-launch-*")] == [other]
+    (tmp_path / "done.1").touch()
+    assert alive.wait() == 0
+    assert not other.exists()
+
+
+def test_only_folders_of_dead_launchers_of_this_user_count_as_left(tmp_path, monkeypatch):
+    folder = tmp_path / f"{PREFIX}x"
+    (folder / "running").mkdir(parents=True)
+    assert not is_left(folder)  # a launcher has just made it
+    ours = described()
+    dead = ours | {"started": "1"}  # another process had this number
+    for owner, left in (
+        (dead, True),
+        (ours, False),
+        (dead | {"machine": "another"}, False),
+        (dead | {"machine": "another", "boot": "another"}, False),
+        ([], False),
+        ({"machine": ours["machine"], "pid": "x"}, False),
+    ):
+        (folder / OWNER).write_text(json.dumps(owner))
+        assert is_left(folder) == left, owner
+    (folder / OWNER).write_text(json.dumps(dead))
+    (folder / "running" / str(os.getpid())).touch()
+    assert not is_left(folder)  # a rank still runs
+    (folder / "running" / str(os.getpid())).unlink()
+    (tmp_path / "link").symlink_to(folder)
+    assert is_left(folder) and not is_left(tmp_path / "link")
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    assert not is_left(folder)
 
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen(script, tmp_path, monkeypatch):
