@@ -241,13 +241,15 @@ def test_ctrl_c_with_a_tab_open(tmp_path: Path) -> None:
     assert code == 130 and lines[-1] == "exogym: interrupted" and len(lines) == 2, lines  # the first: it is open
 
 
-def test_runs_of_a_sweep_that_are_asked_to_stop_show_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_a_sweep_that_are_asked_to_stop_show_no_traceback(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     class Stopped(Cell):
         def settle(self, *callbacks: Any) -> Any:
             sys.exit(128 + signal.SIGTERM)
 
     with pytest.raises(WorkerError, match=r"2 of 2 runs ended without a result: ddp, seed 0 \(stopped by SIGTERM\); "):
-        train([Stopped(load_task("digits"), DiLoCoStrategy(), seed, label="ddp") for seed in range(2)], 2)
+        train([Stopped(load_task("digits"), DiLoCoStrategy(), k, tmp_path / str(k), label="ddp") for k in range(2)], 2)
     assert capfd.readouterr().err == ""
 
 
