@@ -10,6 +10,7 @@ Here "waiting" is the time in which the node waits for other nodes, and "sending
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -402,18 +403,20 @@ class Clock:
         island = event.members[0] // size if near else -1
         nodes = range(self.num_nodes)[island * size : (island + 1) * size] if near else range(self.num_nodes)
         busy_s = self.network.server_s(event.payload_bytes * len(event.members), nodes, near)
-        start, busy = ready, round(busy_s * TICKS_PER_S)
-        spans = self._server_busy.get((island, event.kind), [])
-        for begin, end in spans:
-            if start + busy <= begin:
-                break
-            start = max(start, end)
+        busy = round(busy_s * TICKS_PER_S)
+        spans = self._server_busy.setdefault((island, event.kind), [])
+        k = bisect.bisect_left(spans, (ready,))  # the first that begins at `ready` or later
+        start = max(ready, spans[k - 1][1]) if k else ready
+        while k < len(spans) and start + busy > spans[k][0]:
+            start, k = spans[k][1], k + 1
         if busy:
-            first, joined = int(self._ticks.min()), list[tuple[int, int]]()  # no message is ready before `first`
-            for begin, end in sorted([*spans, (start, start + busy)]):
-                if joined and begin == joined[-1][1]:
-                    joined[-1] = (joined[-1][0], end)
-                elif end > first:
-                    joined.append((begin, end))
-            self._server_busy[island, event.kind] = joined
+            begin, end = start, start + busy
+            if k and spans[k - 1][1] == begin:
+                k -= 1
+                begin, _ = spans.pop(k)
+            if k < len(spans) and spans[k][0] == end:
+                _, end = spans.pop(k)
+            spans.insert(k, (begin, end))
+            first = int(self._ticks.min())  # no message is ready before
+            del spans[: next((i for i, span in enumerate(spans) if span[1] > first), len(spans))]
         return start
