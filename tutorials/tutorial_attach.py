@@ -142,7 +142,7 @@ print("the simulation's model in both processes:", same_bits())
 
 # %% [markdown]
 # The processes could as well run on two hosts: start the same script with torchrun on each ([processes by
-# hand](../docs/distributed.md)).
+# hand](../docs/processes.md#processes-by-hand)).
 #
 # ## A crash
 #

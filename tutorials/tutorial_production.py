@@ -81,7 +81,7 @@ except CheckpointError as error:
 
 # %% [markdown]
 # Ctrl-C saves and then stops. A cluster scheduler's SIGTERM does the same if you start the script with `python -m
-# exogym.launch` or a [job file](../docs/clusters.md).
+# exogym.launch` or a [job file](../docs/processes.md#clusters).
 #
 # ## Watch it, and notice its death
 #
@@ -199,7 +199,7 @@ described = json.loads(Path("runs/production/early/run.json").read_text())
 print(", ".join(described))
 
 # %% [markdown]
-# [Unattended runs](../docs/production.md) has a checklist for a long run.
+# [Unattended runs](../docs/troubleshooting.md#unattended-runs) has a checklist for a long run.
 #
 # ## Change something
 #

@@ -116,4 +116,4 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # - [Your own strategy](tutorial_custom.py)
 # - [Networks and time](tutorial_networks.py)
-# - [Sweeps](../docs/sweeps.md) and [recipes](../docs/recipes.md)
+# - [Sweeps](../docs/runs.md#sweeps) and [recipes](../docs/recipes.md)

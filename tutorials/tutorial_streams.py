@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # Data that never end
+# # Endless streams
 #
 # Tokenize a folder of texts into files. Train four nodes on a stream without an end, with two strategies. Kill the
 # training, and continue it with the next example.

@@ -101,10 +101,10 @@ def contents(lists: list[tuple[str, list[Path]]]) -> str:
 def called() -> dict[tuple[Path, str], list[str]]:
     """Return (page, anchor) to the words that readers search for: the search puts these words' places first.
 
-    They are docs/how_to.md's column `also called`, at its first link, and the methods' names in docs/strategies.md.
+    They are docs/index.md's column `also called`, at its first link, and the methods' names in docs/strategies.md.
     """
     words: dict[tuple[Path, str], list[str]] = {}
-    for line in (DOCS / "how_to.md").read_text("utf-8").splitlines():
+    for line in (DOCS / "index.md").read_text("utf-8").splitlines():
         row = re.fullmatch(r"\| [^|]+ \| ([^|]+) \| .*?\]\(([^)\s#]+)#?([^)\s]*)\).*", line)
         if row:
             words.setdefault(((DOCS / row[2]).resolve(), row[3]), []).extend(row[1].split(", "))
@@ -132,7 +132,7 @@ def indexed(text: str, words: dict[str, list[str]]) -> str:
         part if index % 2 else re.sub(r"^(#+) (.*)$", below, part, flags=re.M) for index, part in enumerate(parts)
     )
     if words:
-        raise ValueError(f"docs/how_to.md leads to {[*words]}, which the page has not")
+        raise ValueError(f"docs/index.md leads to {[*words]}, which the page has not")
     return page
 
 

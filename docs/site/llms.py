@@ -31,7 +31,7 @@ def llms(address: Callable[[Path], str]) -> str:
         entries = [
             f"- [{name}]({address((HOME.parent / to).resolve())}){said}" for name, to, said in ENTRY.findall(body)
         ]
-        parts.append("\n".join([f"## {caption}", "", *entries]))
+        parts += ["\n".join([f"## {caption}", "", *entries])] if entries else []
     return "\n\n".join(parts) + "\n"
 
 

@@ -36,9 +36,7 @@ def benchmark(
     ctx: typer.Context,
     trials: Annotated[
         int | None,
-        typer.Option(
-            metavar="K", min=1, help="Tune each method with K trials, and write the atlas: see docs/sweeps.md."
-        ),
+        typer.Option(metavar="K", min=1, help="Tune each method with K trials, and write the atlas: see docs/runs.md."),
     ] = None,
     full: Annotated[
         bool,

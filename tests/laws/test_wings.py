@@ -233,7 +233,7 @@ def sources_of(wing: str) -> dict[str, str]:
 
 @functools.cache
 def allowed() -> tuple[Found, set[str]]:
-    pages = [*(DOCS / "api").glob("*.md"), DOCS / "reference" / "errors.md"]
+    pages = [*(DOCS / "api").glob("*.md"), DOCS / "troubleshooting.md"]
     texts = [page.read_text("utf-8") for page in pages]
     return on_pages("\n".join(texts)), in_seams((DOCS / "design.md").read_text("utf-8"))
 

@@ -1,6 +1,6 @@
 """Every optimizer of torch, and popular ones from PyPI: N nodes are N plain loops, also stopped and resumed elsewhere.
 
-What is found is the table of docs/optimizers.md. `PYTHONPATH=tests python tests/strategy/test_optimizers.py` prints it.
+What is found is the table of docs/training.md. `PYTHONPATH=tests python tests/strategy/test_optimizers.py` prints it.
 """
 
 from __future__ import annotations
