@@ -189,6 +189,14 @@ def plain(
     return torch.stack([vector(m) for m in models])
 
 
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, foreach=False)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
+
+
 def vector(model: nn.Module) -> Tensor:
     return parameters_to_vector(model.parameters()).detach().double().clone()
 
@@ -198,6 +206,33 @@ def put(model: nn.Module, values: Tensor) -> None:
         sizes = [p.numel() for p in model.parameters()]
         for p, part in zip(model.parameters(), values.split(sizes), strict=True):
             p.copy_(part.view_as(p))
+
+
+def rows_of(models: Sequence[nn.Module]) -> Tensor:
+    return torch.stack([vector(m) for m in models])
+
+
+def put_rows(models: Sequence[nn.Module], rows: Tensor) -> None:
+    for m, row in zip(models, rows, strict=True):
+        put(m, row)
+
+
+def averaged(H: int) -> Callable[[list[nn.Module], int], None]:
+    """`after` for `plain`: at every H-th step the models become their mean."""
+
+    def after(models: list[nn.Module], step: int) -> None:
+        if step % H == 0:
+            put_rows(models, rows_of(models).mean(0).expand(len(models), -1))
+
+    return after
+
+
+def average_gradients(models: Sequence[nn.Module], step: int = 0) -> None:
+    """`before` for `plain`: each gradient becomes the mean over the models."""
+    for group in zip(*(m.parameters() for m in models), strict=True):
+        mean = torch.stack([p.grad for p in group]).mean(0)
+        for p in group:
+            p.grad = mean.clone()
 
 
 def distance(a: Tensor, b: Tensor) -> float:

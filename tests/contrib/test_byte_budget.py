@@ -20,7 +20,6 @@ from exogym.strategy import (
     SPARTADiLoCoStrategy,
     SPARTAStrategy,
 )
-from exogym.strategy.registry import parse_strategy
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
 PLAIN = OptimSpec(torch.optim.SGD, lr=1.0)
@@ -185,12 +184,3 @@ def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         make()
-
-
-@pytest.mark.parametrize("name", ["fedprox", "fedopt", "scaffold", "gossip"])
-def test_a_budget_for_others(name: str) -> None:
-    budget = 6 * ROW
-    strategy = parsed(f"{name}:tuner={budget}", H=2, lr=0.02)
-    trainer = train(strategy, max_steps=24, val_interval=None, final_sync=False)
-    free = train(parse_strategy(name, H=2, lr=0.02), max_steps=24, val_interval=None, final_sync=False)
-    assert budget * 0.4 < trainer.history.last["tx_bytes"] <= budget < free.history.last["tx_bytes"]

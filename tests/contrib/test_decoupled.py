@@ -9,12 +9,9 @@ import torch
 from problems import BATCH, Regressor, loss_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym import LocalTrainer
-from exogym.core.clock import StepTime
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DecoupledDiLoCoStrategy, DiLoCoStrategy
-from exogym.testing import fingerprint, small_problem
 
 FREE = Network(1e30)
 SPEEDS = [3.0, 1.5, 1.0, 0.5]
@@ -123,27 +120,6 @@ def test_weights_are_tokens_squared_by_steps() -> None:
     assert server.theta[0][0].item() == pytest.approx(-expected, rel=1e-14) and server.version == 1
     server.release()  # nobody has arrived: nothing moves
     assert server.version == 1
-
-
-def uneven(**options: Any) -> LocalTrainer:
-    """Train on unequal, unsteady nodes over a slow line."""
-    model, data = small_problem()
-    trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
-    timed = {"network": Network("1Mbps", "5ms"), "step_seconds": StepTime([0.1, 0.05, 0.02, 0.03], sigma=0.3)}
-    strategy = DecoupledDiLoCoStrategy(lr=0.02, H=5, quorum=2, grace_s=0.04, outer_lr=0.3)
-    given = {"num_nodes": 4, "max_steps": 17, "batch_size": 8, "device": "cpu", "progress": False}
-    trainer.fit(strategy, **given | timed | options)
-    return trainer
-
-
-def test_placement_and_stopping_change_nothing_where_nodes_are_unequal(tmp_path: Any) -> None:
-    whole = uneven()
-    assert fingerprint(uneven(processes=3).model) == fingerprint(whole.model)
-    uneven(save_dir=tmp_path, max_steps=9, final_sync=False)
-    resumed = uneven(save_dir=tmp_path, resume=True, processes=2)
-    assert fingerprint(resumed.model) == fingerprint(whole.model)
-    assert resumed.traffic == whole.traffic and resumed.clock.time_s.tolist() == whole.clock.time_s.tolist()
-    assert fingerprint(uneven(seed=1).model) != fingerprint(whole.model)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import MixedRegressor, Regressor, plain, put, same, shards, train, unlike, vector
+from problems import MixedRegressor, Regressor, adamw, averaged, plain, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
 from exogym.contrib.moments import Moments
@@ -22,14 +22,11 @@ def by_the_rule(steps: int, periods: dict[str, int], num_nodes: int = 3) -> Tens
     optimizers: list[torch.optim.Optimizer] = []
 
     def build(parameters: Any) -> torch.optim.Optimizer:
-        optimizers.append(torch.optim.AdamW(parameters, lr=0.02, foreach=False))
+        optimizers.append(adamw(parameters))
         return optimizers[-1]
 
     def after(models: list[nn.Module], step: int) -> None:
-        if step % periods["theta"] == 0:
-            mean = torch.stack([vector(m) for m in models]).mean(0)
-            for m in models:
-                put(m, mean)
+        averaged(periods["theta"])(models, step)
         for name in ("exp_avg", "exp_avg_sq"):
             for states in (
                 zip(*(o.state.values() for o in optimizers), strict=True) if step % periods[name] == 0 else ()
@@ -65,34 +62,6 @@ def test_of_sgd_with_momentum_every_step_is_ddp() -> None:
     unlike(train(DESLOCStrategy(MOMENTUM, H=2, H_u=1)).rows, ddp)
     adam = train(DESLOCStrategy(ADAMW, H=1, H_u=1, H_v=1)).rows  # the mean of squares is not the square of the mean
     unlike(adam, train(SimpleReduceStrategy(ADAMW)).rows)
-
-
-def test_after_an_average_moments_are_equal() -> None:
-    """With all periods alike, nodes are equal after an average: the same data from then on keep them equal."""
-    data = shards(3, same=True)
-    one = train(DESLOCStrategy(ADAMW, H=2), shards(1, same=True), 1)
-    same(train(DESLOCStrategy(ADAMW, H=2), data, 3).rows, one.rows.expand(3, -1))
-    moments: list[list[Tensor]] = []
-
-    def look(loop: Any) -> None:
-        optimizer = loop.fleet.state.parts["optimizer"]
-        if loop.step == 8:
-            moments.append([optimizer.row(row)["0.exp_avg_sq"].clone() for row in range(3)])
-
-    train(DESLOCStrategy(ADAMW, H=1, H_u=99, H_v=4), shards(3), 3, steps=8, callbacks=[look])
-    train(DESLOCStrategy(ADAMW, H=1, H_u=99, H_v=99), shards(3), 3, steps=8, callbacks=[look])
-    shared, apart = moments[-2], moments[-1]
-    assert torch.equal(shared[0], shared[1]) and torch.equal(shared[0], shared[2])
-    unlike(apart[0], apart[1])
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
-def test_bytes(num_nodes: int) -> None:
-    n, strategy = num_nodes, DESLOCStrategy(ADAMW, H=1)
-    seen = train(strategy, shards(n), n, steps=6, final_sync=True)
-    assert seen.payload.tolist() == [(6 + 2 + 2) * S * (n > 1)] * n
-    assert seen.tx.tolist() == seen.rx.tolist() == pytest.approx([10 * S * 2 * (n - 1) / n] * n)
-    assert sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic) == pytest.approx(5 / 3 * S)
 
 
 def test_parameters_of_two_precisions_and_groups_of_an_optimizer() -> None:

@@ -11,6 +11,7 @@ from problems import (
     BATCH,
     MixedRegressor,
     Regressor,
+    average_gradients,
     examples,
     fleet_of,
     plain,
@@ -47,10 +48,7 @@ class Reference:
         for m in models if self.limit else ():
             nn.utils.clip_grad_norm_(m.parameters(), self.limit or 0.0)
         update = self.update([m.first.weight.grad for m in models])
-        for group in zip(*(m.parameters() for m in models), strict=True):
-            mean = torch.stack([p.grad for p in group]).mean(0)
-            for p in group:
-                p.grad = mean.clone()
+        average_gradients(models)
         for m in models:
             m.first.weight.grad = update.clone()
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-import shutil
 import statistics
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from problems import MixedRegressor, Regressor, plain, put, same, shards, train, unlike, vector
+from problems import MixedRegressor, Regressor, adamw, plain, put, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym import Placement
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, EDiTStrategy
 
 OFF: dict[str, Any] = {"reject": None, "temperature": None, "clip": None}
 LAYERS = [6 * 7 + 7, 7 + 1]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 class Watch:
@@ -123,14 +116,3 @@ def test_edit_refuses_numbers_that_are_none() -> None:
     for wrong in ({"reject": 0}, {"temperature": -1.0}, {"clip": 0.0}, {"memory": 1}, {"decay": 0.0}, {"decay": 2.0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             EDiTStrategy(**wrong)
-
-
-def test_a_stop_within_the_memory_of_norms_changes_no_bit(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"num_nodes": 3, "steps": 20, "final_sync": True}
-    made = {"H": 2, "lr": 0.02, "memory": 3, "decay": 0.2, "reject": 1.0, "clip": 0.15}
-    whole = train(EDiTStrategy(**made), **given)
-    saved = {"checkpoint_interval": 7, "save_dir": tmp_path / "all", "placement": Placement(keep_checkpoints=9)}
-    assert torch.equal(train(EDiTStrategy(**made), **given, **saved).model, whole.model)
-    shutil.copytree(tmp_path / "all/step_0000000014", tmp_path / "one/step_0000000014")
-    assert torch.equal(train(EDiTStrategy(**made), save_dir=tmp_path / "one", resume=True, **given).model, whole.model)
-    unlike(train(EDiTStrategy(**made | {"decay": 0.1}), **given).model, whole.model)

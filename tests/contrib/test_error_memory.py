@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import Regressor, adamw, fleet_of, plain, put, rows_of, run_of, same, sgd, shards, train, unlike, vector
 from torch import Tensor, nn
 
 from exogym.core.base.rng import numpy_generator
@@ -27,18 +27,6 @@ from exogym.strategy.graphs import edges_of, metropolis
 Models = list[nn.Module]
 P = 57
 LR = 0.05
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, foreach=False)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
-
-
-def rows_of(models: Models) -> Tensor:
-    return torch.stack([vector(m) for m in models])
 
 
 def largest(rows: Tensor, k: int) -> Tensor:

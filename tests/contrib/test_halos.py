@@ -268,12 +268,6 @@ def fit(**options: Any) -> Any:
     return fingerprint(trainer.model), rows, trainer.traffic, trainer.clock.time_s.tolist()
 
 
-def test_processes_and_stretches_change_nothing() -> None:
-    whole = fit()
-    assert fit(processes=3) == whole and whole[2]["relay push"]["calls"] > 4
-    assert fit(val_interval=3)[0] == whole[0] != fit(seed=1)[0]
-
-
 @pytest.mark.parametrize("stop", each([5, 9, 11], fast=[9]))
 def test_a_run_goes_on_from_a_checkpoint_with_relays_under_way(stop: int, tmp_path: Any) -> None:
     def halt(loop: Any) -> None:

@@ -22,6 +22,7 @@ from strategies import CONTRIB, METHODS
 
 from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
+from exogym.core.clock import StepTime
 from exogym.core.combinations import check
 from exogym.core.refusals import UNTRIED
 from exogym.core.training.checking import checked_options
@@ -82,7 +83,7 @@ IDENTITIES: dict[str, list[str]] = {
     "feddyn": [
         "test_federated::test_the_first_round_of_feddyn_is_fedprox_with_a_server_step_of_two",
         "test_federated::test_feddyns_h_is_the_mean_of_all_clients_terms",
-        "test_federated::test_feddyn_finds_the_minimum_of_all_where_fedprox_is_drawn_aside",
+        "test_federated::test_the_minimum_of_all_is_found_where_others_are_drawn_aside",
     ],
     "fednova": ["test_federated::test_fednova_of_equal_work_is_fedavg"],
     "fedper": [
@@ -264,7 +265,7 @@ def test_bytes_are_those_of_the_formula(name: str, n: int) -> None:
 # A run repeats, goes on, and has the same bits in several processes
 
 CLOCKED: dict[str, Callable[[], Strategy]] = {
-    "decoupled_diloco": lambda: DecoupledDiLoCoStrategy(lr=0.02, H=5, lr_scheduler="cosine"),
+    "decoupled_diloco": lambda: DecoupledDiLoCoStrategy(lr=0.02, H=5, quorum=2, grace_s=0.04, lr_scheduler="cosine"),
     "fedasync": lambda: FedAsyncStrategy(lr=0.05, H=5, discount="hinge", a=2.0, b=1),
     "halos": lambda: HALoSStrategy(lr=0.02, H=5, island_size=1, accumulation=2),
     "heloco": lambda: HeLoCoStrategy(lr=0.02, H=5, outer_lr=0.3),
@@ -276,6 +277,7 @@ SAMPLED: dict[str, Callable[[], Strategy]] = {
     "fedper sampling": lambda: FedPerStrategy(lr=0.1, H=4, client_fraction=0.5),
     "fedbn sampling": lambda: FedBNStrategy(lr=0.1, H=4, client_fraction=0.5),
 }
+SPEEDS = StepTime([0.1, 0.05, 0.02, 0.03], sigma=0.3)
 MAKERS = {name: entry.make for name, entry in CONTRIB.items()} | CLOCKED | SAMPLED
 
 
@@ -285,11 +287,14 @@ def test_every_method_is_run() -> None:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_run_repeats_goes_on_after_a_stop_and_has_the_same_bits_in_two_processes(name: str, tmp_path: Path) -> None:
-    """Stopped inside of a round in two processes, and gone on with in one. The control: another seed, other bits."""
+    """Nodes of unequal speed, stopped inside of a round in two processes, and gone on with in one.
+
+    The control: another seed, other bits.
+    """
 
     def run(stops: bool = False, **options: Any) -> Any:
         look = Every(13, lambda loop: stops)
-        timed = {"network": "1Gbps,1ms", "step_seconds": 0.1, "val_interval": 7}
+        timed = {"network": "1Gbps,1ms", "step_seconds": SPEEDS, "val_interval": 7}
         return outcome(train_small(MAKERS[name](), max_steps=24, callbacks=[look], **timed | options))
 
     wanted = run()

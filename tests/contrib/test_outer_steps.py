@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from problems import Regressor, plain, put, same, shards, train, unlike, vector
+from problems import Regressor, adamw, average_gradients, plain, put, rows_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, GPAStrategy, OptimSpec, PierStrategy, SimpleReduceStrategy, SNOOStrategy
 
 Models = list[nn.Module]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
-
-
-def mean_of(models: Models) -> Tensor:
-    return torch.stack([vector(m) for m in models]).mean(0)
-
-
-def average_gradients(models: Models, step: int = 0) -> None:
-    for group in zip(*(m.parameters() for m in models), strict=True):
-        mean = torch.stack([p.grad for p in group]).mean(0)
-        for p in group:
-            p.grad = mean.clone()
 
 
 # Pier
@@ -46,7 +29,7 @@ def pier(T: int, H: int, W: int, early: tuple[float, float] = (0.99, 0.95)) -> t
         nonlocal theta
         if step % H:
             return
-        delta = theta - mean_of(models)
+        delta = theta - rows_of(models).mean(0)
         if step <= W:
             v.mul_(0.9).add_(delta)
             theta = theta - delta
@@ -109,7 +92,7 @@ def snoo(T: int, K: int, eta: float, mu: float) -> Tensor:
     def after(models: Models, step: int) -> None:
         nonlocal w
         if step % K == 0:
-            s = w - mean_of(models)
+            s = w - rows_of(models).mean(0)
             b.mul_(mu).add_(s)
             w = w - eta * (mu * b + s)
             for m in models:

@@ -21,10 +21,8 @@ from problems import (
     vector,
 )
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 from wrapped import made
 
-from exogym.contrib.pulseloco import VISIBLE
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, OptimSpec, PULSELoCoStrategy
 
@@ -140,35 +138,6 @@ def test_a_node_that_comes_back_to_nothing_sends_nothing() -> None:
     still = train(PULSELoCoStrategy("sgd", H=2, lr=0.0), steps=4)
     assert still.payload.tolist() == [2 * (8 + 12)] * 4
     assert torch.equal(still.model, vector(Regressor()))
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_bytes_by_hand(n: int) -> None:
-    data = [TensorDataset(*(t.float() for t in d.tensors)) for d in shards(n)]
-    result = train(PULSELoCoStrategy(H=2, lr=0.1), data, n, steps=4, model=Regressor(dtype=torch.float32))
-    payload = 2 * (8 + P * (4 + 4))
-    assert result.payload.tolist() == [0 if n == 1 else payload] * n
-    assert result.tx.tolist() == result.rx.tolist() == [(n - 1) * payload] * n
-    mixed = train(PULSELoCoStrategy(H=4, lr=0.1), shards(n), n, steps=4, model=MixedRegressor())
-    assert mixed.payload.tolist() == [0 if n == 1 else 2 * 8 + 35 * (8 + 4) + 6 * (4 + 4)] * n
-
-
-def test_the_formula_makes_a_round_a_seventeenth_of_diloco() -> None:
-    ours, diloco = (kind(H=10).plan(1e9, 2, 4).traffic for kind in (PULSELoCoStrategy, DiLoCoStrategy))
-    assert sum(t.payload_bytes for t in ours) == 8 + VISIBLE * 1e9 * 8
-    assert diloco[0].payload_bytes / ours[1].payload_bytes == pytest.approx(17, abs=0.5)
-    assert {t.every_steps for t in ours} == {10}
-
-
-def test_a_resumed_run_keeps_its_errors(tmp_path: Any) -> None:
-    """As the law of `test_stopping`, at a rate where most of the outer gradients are errors."""
-    made = {"H": 2, "lr": RATE}
-    whole = train(PULSELoCoStrategy(**made), steps=8)
-    saved: dict[str, Any] = {"checkpoint_interval": 4, "save_dir": tmp_path}
-    train(PULSELoCoStrategy(**made), steps=4, **saved)
-    again = train(PULSELoCoStrategy(**made), steps=8, resume=True, **saved)
-    assert torch.equal(again.rows, whole.rows) and torch.equal(again.model, whole.model)
-    unlike(train(PULSELoCoStrategy(**made), steps=4).model - vector(Regressor()), whole.model - vector(Regressor()))
 
 
 @pytest.mark.parametrize(

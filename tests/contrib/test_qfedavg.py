@@ -10,7 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from problems import BATCH, FEATURES, Regressor, examples, fleet_of, loss_of, put, run_of, same, train, unlike, vector
+from problems import (
+    BATCH,
+    FEATURES,
+    Regressor,
+    examples,
+    fleet_of,
+    loss_of,
+    put,
+    run_of,
+    same,
+    sgd,
+    train,
+    unlike,
+    vector,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -50,10 +64,6 @@ def by_hand(
             hs.append(q * np.float_power(F, q - 1) * float(gradient.square().sum()) + L * np.float_power(F, q))
         theta = theta - sum(deltas) / sum(hs)
     return theta
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, foreach=False)
 
 
 def clients_of(strategy: Any) -> list[list[int]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from battery import each
 from formulas import STEPS, B, Formula, Shapes, check_bytes, degree, gather, once, ring, untested
-from problems import Regressor, fleet_of, plain, run_of, same, shards, train, unlike, vector
+from problems import Regressor, adamw, fleet_of, plain, run_of, same, shards, train, unlike, vector
 from strategies import CORE
 
 from exogym.strategy import (
@@ -146,10 +146,6 @@ def test_an_identity_without_a_test_would_be_noticed() -> None:
     tests = {"a": ["test_ddp::test_equals_torchs_distributed_data_parallel"], "b": ["test_ddp::test_of_nothing"]}
     found = untested({"a": ["one", "two"], "b": ["three"], "c": ["four"]}, tests)
     assert found == ["a: two", "b: test_ddp::test_of_nothing is no test with a control", "c: four"]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 @pytest.mark.parametrize(

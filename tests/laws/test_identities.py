@@ -15,6 +15,9 @@ import torch
 from problems import (
     BATCH,
     Regressor,
+    adamw,
+    average_gradients,
+    averaged,
     dyadic,
     examples,
     fleet_of,
@@ -22,10 +25,10 @@ from problems import (
     put,
     run_of,
     same,
+    sgd,
     shards,
     train,
     unlike,
-    unwarned,
     vector,
 )
 from torch import Tensor, nn
@@ -63,14 +66,6 @@ OPTIMIZERS = {
 }
 
 
-def adamw(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)  # type: ignore[arg-type]
-
-
-def sgd(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, foreach=False)  # type: ignore[arg-type]
-
-
 # DDP
 
 
@@ -90,25 +85,17 @@ def test_clipping_acts_on_the_mean_in_ddp_and_on_the_own_gradient_elsewhere() ->
     data, limit = shards(3), 0.5
 
     def mean_then_clip(models: list[nn.Module], step: int) -> None:
-        for group in zip(*(m.parameters() for m in models), strict=True):
-            mean = torch.stack([p.grad for p in group]).mean(0)
-            for p in group:
-                p.grad = mean.clone()
+        average_gradients(models)
         clip(models, step)
 
     def clip(models: list[nn.Module], step: int) -> None:
         for m in models:
             nn.utils.clip_grad_norm_(m.parameters(), limit)
 
-    def average(models: list[nn.Module], step: int) -> None:
-        mean = torch.stack([vector(m) for m in models]).mean(0)
-        for m in models:
-            put(m, mean)
-
     ddp = train(SimpleReduceStrategy("sgd", lr=0.05, max_norm=limit), data, 3).rows
     local = train(FedAvgStrategy("sgd", H=1, lr=0.05, max_norm=limit, weighting="uniform"), data, 3).rows
     same(ddp, plain(data, 12, sgd, before=mean_then_clip))
-    same(local, plain(data, 12, sgd, before=clip, after=average))
+    same(local, plain(data, 12, sgd, before=clip, after=averaged(1)))
     unlike(ddp, local)
 
 
@@ -125,21 +112,14 @@ def test_local_sgd_every_step_is_ddp_with_plain_sgd() -> None:
 def test_local_sgd_is_a_plain_loop_that_averages_after_steps_divisible_by_h(name: str) -> None:
     data, spec = shards(4), OPTIMIZERS[name]
 
-    def averaging(steps: set[int]) -> Callable[[list[nn.Module], int], None]:
-        def after(models: list[nn.Module], step: int) -> None:
-            if step in steps:
-                mean = torch.stack([vector(m) for m in models]).mean(0)
-                for m in models:
-                    put(m, mean)
-
-        return after
-
     def build(parameters: object) -> torch.optim.Optimizer:
         return spec.cls(parameters, **spec.kwargs, foreach=False)
 
     ours = train(FedAvgStrategy(spec, H=5), data, steps=13).rows  # 3 steps are left unsynchronised
-    same(ours, plain(data, 13, build, after=averaging({5, 10})))
-    unlike(ours, plain(data, 13, build, after=averaging({6, 11})))  # a counter that starts at zero
+    same(ours, plain(data, 13, build, after=averaged(5)))
+    unlike(
+        ours, plain(data, 13, build, after=lambda models, step: averaged(5)(models, step - 1))
+    )  # a counter that starts at zero
     assert ours.std(0).max() > 1e-4
     final = train(FedAvgStrategy(spec, H=5), data, steps=13, final_sync=True)
     same(final.rows, ours.mean(0).expand_as(ours))
@@ -234,45 +214,11 @@ def test_one_node_with_plain_outer_sgd_is_the_inner_optimizer() -> None:
     unlike(train(DiLoCoStrategy("adamw", "sgd", H=3, lr=0.02), data, 1).rows, alone)
 
 
-def test_one_round_is_one_average_of_independent_runs() -> None:
-    data = shards(4)
-    alone = plain(data, 12, adamw)
-    soup = train(DiLoCoStrategy("adamw", PLAIN, H=12, lr=0.02), data)
-    same(soup.model, alone.mean(0))
-    unlike(train(DiLoCoStrategy("adamw", PLAIN, H=6, lr=0.02), data).model, alone.mean(0))
-    left = unwarned(DiLoCoStrategy("adamw", PLAIN, H=100, lr=0.02), data, final_sync=True)
-    same(left.model, alone.mean(0))  # the last synchronisation is an outer step
-    same(left.rows, alone.mean(0).expand_as(left.rows))
-
-
 def test_after_an_outer_step_rows_are_theta_bit_for_bit() -> None:
     at_sync = train(DiLoCoStrategy(H=4, lr=0.02), steps=12)
     assert torch.equal(at_sync.rows, at_sync.model.expand_as(at_sync.rows))
     between = train(DiLoCoStrategy(H=4, lr=0.02), steps=14)
     unlike(between.rows, between.model.expand_as(between.rows))
-
-
-def test_the_outer_gradient_is_theta_less_the_mean() -> None:
-    values = torch.randn(4, vector(Regressor()).numel(), dtype=torch.float64)
-    fleet = fleet_of(vector(Regressor()).expand(4, -1))
-    outer = DiLoCoCommunicator(1, OptimSpec("sgd", lr=0.25))
-    outer.start(fleet, run_of(4))
-    theta = outer.theta[0].clone()
-    fleet.blocks[0].params.copy_(values)
-    outer.communicate(fleet, 1)
-    same(outer.theta[0][0], 0.75 * theta[0] + 0.25 * values.mean(0), 1e-14)
-    assert torch.equal(fleet.blocks[0].params, outer.theta[0].expand(4, -1))
-
-
-def test_examples_weight_the_outer_gradient() -> None:
-    data = [examples(8, 1), examples(16, 2, 0.5), examples(24, 3, -0.5)]
-    weights = torch.tensor([8.0, 16.0, 24.0], dtype=torch.float64) / 48
-    alone = plain(data, 6, sgd)
-    weighted = train(DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05, weighting="examples"), data, 3, steps=6)
-    same(weighted.model, (weights[:, None] * alone).sum(0))
-    uniform = train(DiLoCoStrategy("sgd", PLAIN, H=6, lr=0.05), data, 3, steps=6)
-    same(uniform.model, alone.mean(0))
-    unlike(uniform.model, weighted.model)
 
 
 # The same data everywhere

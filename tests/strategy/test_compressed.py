@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,6 @@ from exogym.strategy.powersgd import LowRankMean
 P = sum(p.numel() for p in Regressor().parameters())  # 57
 LR = 0.05
 MOMENTUM = OptimSpec("sgd", lr=LR, momentum=0.9, nesterov=True)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, foreach=False)
 
 
 @functools.cache
@@ -241,22 +236,6 @@ def test_what_was_kept_moves_a_parameter_that_has_no_gradient_any_more() -> None
 # Draws and rounding
 
 
-def test_each_node_rounds_by_draws_of_its_own() -> None:
-    """With the same gradient everywhere the error of the mean falls with the number of nodes, as 1 / sqrt(N)."""
-    errors = {}
-    for num_nodes in (1, 16):
-        offs = []
-        for step in range(1, 9):
-            fleet, acting = begun(QSGDStrategy("sgd", 2), num_nodes)
-            (block,) = fleet.blocks
-            g = torch.randn(1, P, generator=torch.Generator().manual_seed(step)).double()
-            block.own_grads().copy_(g.expand(num_nodes, P))
-            acting.transform_gradients(step, 1.0)
-            offs.append(float((block.grads[0] - g[0]).norm() / g.norm()))
-        errors[num_nodes] = np.mean(offs)
-    assert 0.15 < errors[16] / errors[1] < 0.4  # 0.25
-
-
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_quantised_mean_is_off_by_half_a_step_on_each_way(num_nodes: int, bits: int) -> None:
@@ -285,20 +264,6 @@ def test_numbers_on_the_grid_are_averaged_exactly() -> None:
 
 
 # PowerSGD
-
-
-def test_a_mean_of_low_rank_is_found_at_once() -> None:
-    fleet, acting = begun(PowerSGDStrategy("sgd", 1, min_rate=0.5), 2)
-    (block,) = fleet.blocks
-    g = torch.randn(2, P, generator=torch.Generator().manual_seed(0)).double()
-    u, v, noise = torch.randn(7, 1).double(), torch.randn(1, 6).double(), torch.randn(7, 6).double()
-    g[:, :42] = torch.stack([u @ v + noise, u @ v - noise]).flatten(1)  # rank 1 in the mean only
-    block.own_grads().copy_(g)
-    acting.transform_gradients(1, 1.0)
-    same(block.grads[0], g.mean(0), 1e-12)
-    block.own_grads()[:, :42] += torch.randn(42)
-    acting.transform_gradients(2, 1.0)
-    unlike(block.grads[0], (g.mean(0)))
 
 
 RANKS, STEPS, TORCH_START = 2, 8, 2
@@ -376,52 +341,6 @@ def test_equals_torchs_powersgd_hook(rank: int, real: dict[int, Tensor], draws_o
 
 
 # Bytes
-
-
-def ceil8(bits: float) -> int:
-    return math.ceil(bits / 8)
-
-
-def sharded(bits: int, bucket: int, n: int) -> tuple[float, float]:
-    width = math.ceil(P / n)
-    shard = ceil8(width * bits) + 4 * math.ceil(width / bucket)
-    return (n + 1) * shard, 2 * (n - 1) * shard
-
-
-LOW_RANK = 1 * (7 + 6) + P - 42  # the second matrix, 1 x 7, is not worth it
-GATHERED: dict[str, tuple[Callable[[], CommunicateOptimizeStrategy], int]] = {
-    "topk": (lambda: TopKStrategy("sgd", 0.1), 6 * 8),
-    "one of top-k": (lambda: TopKStrategy("sgd", 1e-6), 8),
-    "qsgd 7": (lambda: QSGDStrategy("sgd", 7), ceil8(P * 4) + 4),
-    "qsgd 8": (lambda: QSGDStrategy("sgd", 8, bucket=10), ceil8(P * 5) + 4 * 6),
-    "signs": (lambda: SignSGDStrategy("sgd"), ceil8(P)),
-    "scaled signs": (lambda: SignSGDStrategy("sgd", error_feedback=True), ceil8(P) + 4 * 4),
-}
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_bytes_are_those_of_the_formulas(n: int) -> None:
-    data = [TensorDataset(*(t.float() for t in d.tensors)) for d in shards(n)]
-
-    def bytes_of(strategy: CommunicateOptimizeStrategy) -> Any:
-        result = train(strategy, data, n, steps=2, model=Regressor(dtype=torch.float32))
-        assert result.tx.tolist() == result.rx.tolist()
-        return result
-
-    alone = n == 1
-    for name, (make, payload) in GATHERED.items():
-        result = bytes_of(make())
-        assert result.payload.tolist() == [0 if alone else 2 * payload] * n, name
-        assert result.tx.tolist() == [2 * (n - 1) * payload] * n, name
-    for bits, bucket in ((8, 512), (4, 10)):
-        result = bytes_of(QuantizedReduceStrategy("sgd", bits, bucket=bucket))
-        payload, sent = sharded(bits, bucket, n)
-        assert result.payload.tolist() == pytest.approx([0 if alone else 2 * payload] * n)
-        assert result.tx.tolist() == pytest.approx([2 * sent] * n)
-    result = bytes_of(PowerSGDStrategy("sgd", 1))
-    assert result.payload.tolist() == [0 if alone else 2 * LOW_RANK * 4] * n
-    assert result.tx.tolist() == pytest.approx([2 * 2 * (n - 1) / n * LOW_RANK * 4] * n)
-    assert [e.payload_bytes for e in result.events[:2]] == [0 if alone else x * 4 for x in (LOW_RANK - 6, 6)]
 
 
 def test_blocks_of_two_dtypes_are_compressed_apart() -> None:

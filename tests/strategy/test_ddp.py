@@ -118,14 +118,6 @@ def test_equals_torchs_distributed_data_parallel(
     assert max(distance(v.double(), expected[n].double()) for n, v in control.items() if "tracked" not in n) > 1e-4
 
 
-def test_losses_before_the_step_are_each_nodes_own() -> None:
-    data = shards(3)
-    losses = train(SimpleReduceStrategy("sgd", lr=0.05), data, 3).losses
-    for node in range(3):
-        x, y = data[node][:BATCH]
-        assert losses[node, 0] == pytest.approx(float(loss_of(Regressor(), x, y).detach()), rel=1e-6)
-
-
 # Gradients that some nodes do not have
 
 

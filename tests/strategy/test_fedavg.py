@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +12,15 @@ import pytest
 import torch
 from problems import (
     BATCH,
-    MixedRegressor,
     Regressor,
+    averaged,
     examples,
     fleet_of,
     plain,
     put,
     run_of,
     same,
+    sgd,
     shards,
     train,
     unlike,
@@ -32,17 +32,13 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
-from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
+from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.simple_reduce import GradientAverage
 from exogym.testing import small_problem
 
 P = 57
 SIZE = P * 8
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, foreach=False)
 
 
 def communicator(
@@ -283,15 +279,9 @@ def test_unequal_local_steps() -> None:
     def acts(node: int, step: int) -> bool:
         return (step - 1) % H < work[node]
 
-    def after(models: list[nn.Module], step: int) -> None:
-        if step % H == 0:
-            mean = torch.stack([vector(m) for m in models]).mean(0)
-            for m in models:
-                put(m, mean)
-
     strategy = FedAvgStrategy("sgd", H=H, lr=0.05, local_steps=work)
     ours = train(strategy, data, steps=13)
-    expected = plain(data, 13, sgd, after=after, acts=acts)
+    expected = plain(data, 13, sgd, after=averaged(H), acts=acts)
     same(ours.rows, expected)
     assert (~np.isnan(ours.losses)).sum(1).tolist() == [13, 3 + 3 + 3, 3, 4 + 4 + 3]
     unlike(ours.rows, train(FedAvgStrategy("sgd", H=H, lr=0.05), data, steps=13).rows)
@@ -327,13 +317,10 @@ def momentum_loop(data: list, steps: int, H: int, fresh: bool) -> Tensor:
         return optimizer
 
     def after(models: list[nn.Module], step: int) -> None:
-        if step % H == 0:
-            mean = torch.stack([vector(m) for m in models]).mean(0)
-            for m in models:
-                put(m, mean)
-            if fresh:
-                for optimizer in buffers.values():
-                    optimizer.state.clear()
+        averaged(H)(models, step)
+        if step % H == 0 and fresh:
+            for optimizer in buffers.values():
+                optimizer.state.clear()
 
     return plain(data, steps, build, after=after)
 
@@ -350,25 +337,6 @@ def test_the_inner_state_is_kept_or_started_afresh() -> None:
 # Bytes
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 6])
-def test_bytes_of_rings_and_islands(num_nodes: int) -> None:
-    cases = ((Regressor(), SIZE), (MixedRegressor(), 35 * 8 + 6 * 4))
-    builders: list[Callable[[], Any]] = [
-        lambda: FedAvgStrategy("sgd", H=4, lr=0.01),
-        lambda: DiLoCoStrategy("sgd", H=4, lr=0.01),
-    ]
-    for (model, size), build in itertools.product(cases, builders):
-        result = train(build(), shards(num_nodes), num_nodes, steps=11, model=model)
-        expected = 2 * size if num_nodes > 1 else 0  # after steps 4 and 8
-        assert result.payload.tolist() == [expected] * num_nodes
-        assert result.tx == pytest.approx(2 * (num_nodes - 1) / num_nodes * expected)
-        assert result.rx.tolist() == result.tx.tolist()
-        finished = train(build(), shards(num_nodes), num_nodes, steps=11, model=model, final_sync=True)
-        assert finished.payload.tolist() == [1.5 * expected] * num_nodes  # 3 steps were left
-        at_round = train(build(), shards(num_nodes), num_nodes, steps=8, model=model, final_sync=True)
-        assert at_round.payload.tolist() == [expected] * num_nodes  # none were left
-
-
 def test_bytes_of_islands() -> None:
     result = train(FedAvgStrategy("sgd", H=4, lr=0.01, island_size=3), shards(7), 7, steps=4)
     islands = communicator(7, island_size=3).islands(0)
@@ -377,26 +345,6 @@ def test_bytes_of_islands() -> None:
         assert result.payload[island].tolist() == [SIZE if n > 1 else 0] * n
         assert result.tx[island] == pytest.approx(2 * (n - 1) / n * SIZE)
     assert sorted(len(island) for island in islands) == [1, 3, 3]
-
-
-# State
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: FedAvgStrategy("adamw", H=3, lr=0.02, client_fraction=0.5),
-        lambda: FedAvgStrategy(OptimSpec("sgd", momentum=0.9), H=3, lr=0.02, island_size=2, local_steps=[3, 1, 2, 3]),
-        lambda: DiLoCoStrategy("adamw", H=3, lr=0.02),
-        lambda: DiLoCoStrategy("adamw", "adam", H=3, lr=0.02, outer_lr=0.01),
-    ],
-)
-def test_state_is_saved(strategy: Callable[[], Any], tmp_path: Any) -> None:
-    whole = train(strategy(), steps=11)
-    train(strategy(), steps=5, save_dir=tmp_path)
-    resumed = train(strategy(), steps=11, save_dir=tmp_path, resume=True)
-    assert torch.equal(resumed.rows, whole.rows) and torch.equal(resumed.model, whole.model)
-    assert resumed.tx.tolist() == whole.tx.tolist() and resumed.payload.tolist() == whole.payload.tolist()
 
 
 # Errors

@@ -31,7 +31,7 @@ from exogym.strategy import (
     SPARTAStrategy,
     Strategy,
 )
-from exogym.testing import check_strategy, fingerprint
+from exogym.testing import check_strategy
 
 QUICK = ("learns", "single node", "placement")  # laws that hang on the strategy, not on its optimizer
 
@@ -313,60 +313,6 @@ def test_convolutions_go_to_adamw() -> None:
     names = dict(model.named_parameters())
     assert any(p.ndim == 4 for p in names.values())
     assert all(names[name].ndim == 2 for name in hidden_matrices(model))
-
-
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, as_mapping: bool):
-        self.as_mapping = as_mapping
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        x = torch.randint(11, (9,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": x[:8], "labels": x[:8]} if self.as_mapping else (x[:8], x[1:])
-
-
-@pytest.mark.parametrize("build", [gpt, gpt2, llama])
-def test_muon_by_name_is_torchs_two_optimizers(build: Callable[[], nn.Module]) -> None:
-    data = Tokens(build is not gpt)
-    model = build()
-    final = LocalTrainer(model, data).fit(
-        CommunicateOptimizeStrategy("muon", lr=0.01),
-        num_nodes=1,
-        max_steps=4,
-        batch_size=6,
-        shuffle=False,
-        device="cpu",
-    )
-    reference = build()
-    mine = hidden_matrices(reference)
-    named = dict(reference.named_parameters())
-    muon = torch.optim.Muon([named[n] for n in named if n in mine], lr=0.01, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW([named[n] for n in named if n not in mine], lr=0.01, weight_decay=0.1, fused=True)
-    for step in range(4):
-        batch = torch.utils.data.default_collate([data[k] for k in range(6 * step, 6 * step + 6)])
-        reference.zero_grad()
-        (reference(batch)["loss"] if build is gpt else reference(**batch).loss).backward()
-        muon.step()
-        adamw.step()
-    for (name, a), b in zip(final.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
-    assert fingerprint(final) != fingerprint(build())
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: FedAvgStrategy("muon", lr=0.02, H=3, keep_inner_state=False),
-        lambda: SimpleReduceStrategy("muon", lr=0.02, lr_scheduler="cosine", max_norm=1.0),
-        lambda: DiLoCoStrategy("muon", OptimSpec("muon", lr=0.05), lr=0.02, H=3),
-        lambda: ByHandDDP("muon", lr=0.02),
-    ],
-    ids=["fedavg", "ddp", "diloco", "one node"],
-)
-def test_the_laws_hold_with_muon(strategy: Callable[[], Strategy]) -> None:
-    check_strategy(strategy, num_nodes=2, steps=8, skip=QUICK)
 
 
 class ByHandDDP(Strategy):

@@ -8,26 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import (
+    Regressor,
+    adamw,
+    average_gradients,
+    examples,
+    plain,
+    put,
+    rows_of,
+    same,
+    sgd,
+    shards,
+    train,
+    unlike,
+    vector,
+)
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy import (
-    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
-    GossipStrategy,
-    GradientPushStrategy,
     MuLoCoStrategy,
-    NoLoCoStrategy,
     OptimSpec,
-    SimpleReduceStrategy,
     SlowMoStrategy,
 )
-from exogym.strategy.delayed_diloco import DelayedCommunicator
-from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.eager_diloco import EagerCommunicator
 from exogym.strategy.muon import MuonAdamW
 from exogym.strategy.registry import parse_strategy
 
@@ -36,21 +41,9 @@ BALL = OptimSpec("sgd", lr=0.7, momentum=0.6)
 Models = list[nn.Module]
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, foreach=False)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
-
-
 def nesterov(theta: Tensor, v: Tensor, delta: Tensor, eta: float, mu: float) -> Tensor:
     v.mul_(mu).add_(delta)
     return theta - eta * (delta + mu * v)
-
-
-def rows_of(models: Models) -> Tensor:
-    return torch.stack([vector(m) for m in models])
 
 
 # Delay
@@ -84,12 +77,6 @@ def test_a_delayed_average_comes_so_many_steps_late(delay: int) -> None:
     same(ours.rows, rows)
     unlike(ours.model, delayed(14, 4, delay - 1)[0])
     assert ours.payload.tolist() == [3 * 57 * 8.0] * 3
-
-
-def test_without_delay_it_is_diloco() -> None:
-    diloco = train(DiLoCoStrategy(H=4, lr=0.02))
-    assert torch.equal(train(DiLoCoStrategy(H=4, lr=0.02, delay=0)).rows, diloco.rows)
-    unlike(train(DiLoCoStrategy(H=4, lr=0.02, delay=1)).rows, diloco.rows)
 
 
 def test_what_is_on_its_way_at_the_end_arrives_then() -> None:
@@ -159,43 +146,6 @@ def test_eager_with_one_node_is_diloco_with_one_node() -> None:
     assert not torch.equal(train(DiLoCoStrategy(H=4, lr=0.02, delay=4), shards(1), 1).rows, one.rows)
 
 
-def test_the_mean_of_the_eager_gradients_is_mostly_the_last_rounds() -> None:
-    N, start = 3, vector(Regressor())
-    fleet = fleet_of(start.expand(N, -1))
-    module = EagerCommunicator(1, PLAIN)
-    module.start(fleet, run_of(N))
-    deltas = [torch.randn(N, len(start), dtype=torch.float64) for _ in range(3)]
-    for r, delta in enumerate(deltas):
-        theta = module.theta[0].clone()
-        fleet.blocks[0].params.copy_(theta - delta)
-        module.communicate(fleet, r + 1)
-        mean = (theta - module.theta[0]).mean(0)
-        last = deltas[r - 1].mean(0) if r else torch.zeros_like(start)
-        same(mean, delta.mean(0) / N + (1 - 1 / N) * last)
-        unlike(mean, delta.mean(0))
-
-
-def test_with_constant_gradients_delayed_and_eager_lag_for_ever_by_what_the_first_round_lacked() -> None:
-    """mu = 0: eager by eta (1 - 1/N) Delta, a whole round of delay by eta Delta."""
-    N, rounds, eta, start = 4, 5, 0.25, vector(Regressor())
-    delta = torch.full_like(start, 0.5)
-    ends = {}
-    for name, module in {
-        "diloco": DiLoCoCommunicator(2, OptimSpec("sgd", lr=eta)),
-        "delayed": DelayedCommunicator(2, OptimSpec("sgd", lr=eta), delay=2),
-        "eager": EagerCommunicator(2, OptimSpec("sgd", lr=eta)),
-    }.items():
-        fleet = fleet_of(start.expand(N, -1))
-        module.start(fleet, run_of(N))
-        for step in range(2, 2 * rounds + 1, 2):
-            fleet.blocks[0].params.sub_(delta)
-            module.communicate(fleet, step)
-        ends[name] = fleet.blocks[0].params.clone()
-    same(ends["delayed"] - ends["diloco"], (eta * delta).expand(N, -1))
-    same(ends["eager"] - ends["diloco"], (eta * (1 - 1 / N) * delta).expand(N, -1))
-    unlike(ends["eager"], ends["delayed"])
-
-
 # Islands
 
 
@@ -212,12 +162,6 @@ def ddp_between_outer_steps(data: list, outer: Any) -> Tensor:
     theta = vector(Regressor())
     v = torch.zeros_like(theta)
 
-    def before(models: Models, step: int) -> None:
-        for group in zip(*(m.parameters() for m in models), strict=True):
-            mean = torch.stack([p.grad for p in group]).mean(0)
-            for p in group:
-                p.grad = mean.clone()
-
     def after(models: Models, step: int) -> None:
         nonlocal theta
         if step % 4 == 0:
@@ -226,7 +170,7 @@ def ddp_between_outer_steps(data: list, outer: Any) -> Tensor:
             for m in models:
                 put(m, theta)
 
-    plain(data, 12, sgd, before=before, after=after)
+    plain(data, 12, sgd, before=average_gradients, after=after)
     return theta
 
 
@@ -346,33 +290,6 @@ def test_muloco_of_one_node_with_plain_outer_sgd_is_torchs_muon() -> None:
     unlike(train(MuLoCoStrategy(H=3, lr=0.02), shards(1), 1, steps=6).rows, ours.rows)
 
 
-def test_muloco_with_sgd_inside_is_diloco_with_sgd() -> None:
-    diloco = train(DiLoCoStrategy("sgd", H=4, lr=0.05)).rows
-    assert torch.equal(train(MuLoCoStrategy("sgd", H=4, lr=0.05, outer_lr=0.7, outer_momentum=0.9)).rows, diloco)
-    unlike(train(MuLoCoStrategy("sgd", H=4, lr=0.05)).rows, diloco)
-
-
-def orthogonalised(G: Tensor) -> Tensor:
-    """What torch's Muon makes of a gradient: W moves by lr 0.2 sqrt(max(m, n)) O."""
-    W = nn.Parameter(torch.zeros_like(G))
-    W.grad = G
-    OptimSpec("muon", lr=1.0, weight_decay=0.0).build({"weight": W}, hidden={"weight"}).step()
-    return -W.detach() / (0.2 * max(G.shape) ** 0.5)
-
-
-def test_newton_and_schulz_in_torchs_muon() -> None:
-    """In bf16: singular values near 1, the same for any multiple, and an orthogonal matrix keeps its directions."""
-    G = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalised(G))
-    assert 0.66 < values.min() < values.max() < 1.2
-    assert torch.linalg.svdvals(G / G.norm()).min() < 0.1
-    same(orthogonalised(8 * G), orthogonalised(G), 1e-2)  # a power of two: bf16 rounds it alike
-    Q = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(1))).Q
-    kept = orthogonalised(Q)
-    same(kept / kept.norm(), Q / Q.norm(), 3e-2)
-    unlike(orthogonalised(G[:, :64]) / 8, G[:, :64] / G[:, :64].norm())
-
-
 # SlowMo
 
 
@@ -446,77 +363,6 @@ def test_slowmo_refuses_a_rate_of_zero() -> None:
 
 
 # The number of nodes
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
-def test_bytes_are_those_of_a_ring(num_nodes: int) -> None:
-    S, n = 57 * 8.0, num_nodes
-    for strategy in (
-        DiLoCoStrategy(H=3, lr=0.02, delay=2),
-        DiLoCoStrategy(H=3, lr=0.02, eager=True),
-        MuLoCoStrategy("sgd", H=3, lr=0.02),
-        SlowMoStrategy(H=3, lr=0.02),
-    ):
-        seen = train(strategy, shards(n, same=True), n, steps=6)
-        assert seen.payload.tolist() == [2 * S * (n > 1)] * n
-        assert seen.tx.tolist() == seen.rx.tolist() == pytest.approx([2 * 2 * (n - 1) / n * S] * n)
-        assert sum(t.payload_bytes / t.every_steps for t in strategy.plan(57, n, 8).traffic) == S / 3
-
-
-def test_with_the_same_data_everywhere_the_number_of_nodes_does_not_matter() -> None:
-    for make in (
-        lambda: DiLoCoStrategy(H=4, lr=0.02, delay=4),
-        lambda: DiLoCoStrategy(H=4, lr=0.02, island_size=2, island_H=2),
-        lambda: SlowMoStrategy(H=4, lr=0.02),
-    ):
-        one, many = train(make(), shards(1, same=True), 1), train(make(), shards(3, same=True), 3)
-        same(many.rows, one.rows.expand_as(many.rows))
-    ddp = train(SimpleReduceStrategy(lr=0.02), shards(1, same=True), 1)
-    unlike(one.rows, ddp.rows)
-
-
-# In fp32
-
-PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]] = {  # two that are one, and a third
-    "slowmo": (
-        lambda: SlowMoStrategy("sgd", H=4, lr=0.05, slow_lr=0.7, slow_momentum=0.6),
-        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
-        lambda: DiLoCoStrategy("sgd", "sgd", H=4, lr=0.05),
-    ),
-    "islands": (
-        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05, island_size=4, island_H=1),
-        lambda: SimpleReduceStrategy("sgd", lr=0.05),
-        lambda: DiLoCoStrategy("sgd", PLAIN, H=4, lr=0.05),
-    ),
-    "gossip": (
-        lambda: GossipStrategy("sgd", "complete", lr=0.05),
-        lambda: SimpleReduceStrategy("sgd", lr=0.05),
-        lambda: GossipStrategy("sgd", "ring", lr=0.05),
-    ),
-    "push": (
-        lambda: GradientPushStrategy("sgd", "complete", lr=0.05),
-        lambda: SimpleReduceStrategy("sgd", lr=0.05),
-        lambda: GradientPushStrategy("sgd", lr=0.05),
-    ),
-    "noloco": (
-        lambda: NoLoCoStrategy("sgd", H=4, group_size=4, beta=0.7, alpha=0.6, lr=0.05),
-        lambda: DiLoCoStrategy("sgd", BALL, H=4, lr=0.05),
-        lambda: NoLoCoStrategy("sgd", H=4, beta=0.7, alpha=0.6, lr=0.05),
-    ),
-    "desloc": (
-        lambda: DESLOCStrategy(MOMENTUM, H=1, H_u=1),
-        lambda: SimpleReduceStrategy(MOMENTUM),
-        lambda: DESLOCStrategy(MOMENTUM, H=3, H_u=1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_identities_hold_in_fp32(name: str) -> None:
-    data = [TensorDataset(*(x.float() for x in d.tensors)) for d in shards(4)]
-    one, other, third = (train(make(), data, model=Regressor(dtype=torch.float32)).rows for make in PAIRS[name])
-    same(one, other, 1e-5)
-    unlike(third, other)
 
 
 # What the clock says

@@ -13,11 +13,13 @@ from problems import (
     BATCH,
     FEATURES,
     Regressor,
+    adamw,
     examples,
     fleet_of,
     loss_of,
     run_of,
     same,
+    sgd,
     shards,
     train,
     unlike,
@@ -30,7 +32,6 @@ from wrapped import made
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateClients, Every
 from exogym.errors import ArgumentError
-from exogym.faults import Faults
 from exogym.strategy import (
     DittoStrategy,
     FedAvgStrategy,
@@ -105,14 +106,6 @@ def by_hand(
 
 def as_row(found: dict[str, Tensor], model: nn.Module) -> Tensor:
     return torch.cat([found[name].flatten() for name, _ in model.named_parameters()])
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=LR, foreach=False)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 class Mixed(nn.Module):
@@ -271,7 +264,6 @@ def test_a_buffer_alone_can_stay() -> None:
         (lambda: made(FedAvgStrategy, personal=[]), "must be a pattern of names such as 'head"),
         (lambda: made(FedAvgStrategy, personal=1.5), "or the number of the model's last layers"),
         (lambda: made(FedAvgStrategy, personal="second.*", robust="norm_cap"), "take another rule, such as 'median'"),
-        (lambda: train(FedPerStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: made(FedPerStrategy, privacy=None), "never sent: take fedavg"),
         (lambda: made(DittoStrategy, personal="second.*"), "each client has a whole personal model"),
         (lambda: DittoStrategy(lam=-1), "lam=-1 must be a number of at least 0"),
@@ -279,14 +271,12 @@ def test_a_buffer_alone_can_stay() -> None:
         (lambda: DittoStrategy(local_epochs=1), "leave it out, and give H"),
         (lambda: made(DittoStrategy, tuner=1e6), "not tried together"),
         (lambda: made(DittoStrategy, robust="norm_cap"), "not tried together"),
-        (lambda: train(DittoStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: FedRepStrategy(personal=None), "leaves no head to train: name the head, or take fedavg"),
         (lambda: FedRepStrategy(H=3, body_steps=4), "body_steps=4 is more than the H=3 steps"),
         (lambda: FedRepStrategy(H=3, body_steps=0), "body_steps=0"),
         (lambda: FedRepStrategy(H=lambda r: 4), "rounds of different lengths"),
         (lambda: FedRepStrategy(local_steps=[1, 2]), "leave it out, and give H"),
         (lambda: made(FedRepStrategy, robust="norm_cap"), "not tried together"),
-        (lambda: train(FedRepStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: made(ScaffoldStrategy, personal="second.*"), "a client's control variate covers all parameters"),
         (lambda: made(FedNovaStrategy, personal="second.*"), "the change of all parameters is scaled"),
         (lambda: made(FedDynStrategy, personal="second.*"), "a_i and the server's h cover all parameters"),

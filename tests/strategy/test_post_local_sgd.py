@@ -98,14 +98,6 @@ def rule(steps: int, start: int, averages: set[int]) -> Tensor:
     return plain(shards(3), steps, momentum, before=before, after=after)
 
 
-def test_it_is_its_rule() -> None:
-    ours = train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=4), shards(3), 3, steps=11)
-    same(ours.rows, rule(11, 4, {7, 10}))
-    unlike(ours.rows, rule(11, 4, {6, 9}))
-    unlike(ours.rows, rule(11, 3, {7, 10}))
-    assert ours.payload.tolist() == [(4 + 2) * 57 * 8.0] * 3
-
-
 @pytest.mark.parametrize("name", INNER)
 def test_before_the_switch_it_is_ddp_and_without_one_local_sgd(name: str) -> None:
     ddp = train(SimpleReduceStrategy(INNER[name]), final_sync=True)
@@ -122,15 +114,6 @@ def test_averages_at_every_step_are_ddp_with_sgd() -> None:
     same(train(PostLocalSGDStrategy(INNER["sgd"], H=1, start_step=0)).rows, ddp)
     unlike(train(PostLocalSGDStrategy(INNER["adamw"], H=1, start_step=0)).rows, train(
         SimpleReduceStrategy(INNER["adamw"])).rows)  # fmt: skip
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
-def test_bytes(num_nodes: int) -> None:
-    S, n = 57 * 8.0, num_nodes
-    seen = train(PostLocalSGDStrategy("sgd", H=2, start_step=3, lr=0.05), shards(n), n, steps=9, final_sync=True)
-    calls = 3 + 3  # steps 1 to 3; 5, 7, 9
-    assert seen.payload.tolist() == [calls * S * (n > 1)] * n
-    assert seen.tx.tolist() == pytest.approx([calls * 2 * (n - 1) / n * S] * n)
 
 
 @pytest.mark.parametrize("faults", [None, Faults(absent={1: [(3, 5)]})])

@@ -141,16 +141,6 @@ def test_the_history_says_what_was_spent() -> None:
     assert "epsilon" not in other.history.columns
 
 
-def test_bytes_are_those_of_the_clients() -> None:
-    trainer = train(private(client_fraction=0.5), model=plain_model(), **RUN)
-    strategy = private(client_fraction=0.5)
-    strategy.on(fleet_of(torch.zeros(6, WIDTH).double(), model=Regressor()), run_of(6))
-    module = strategy.communication_modules[0]
-    P = sum(p.numel() for p in plain_model().parameters())
-    took_part = sum(len(module.clients(r)) for r in range(6))  # type: ignore[attr-defined]
-    assert trainer.traffic["server all_reduce"]["tx_bytes"] == took_part * P * 4
-
-
 @pytest.mark.parametrize("secure", [False, True])
 def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> None:
     faults = Faults({4: [(3, 6)]}, lost={0: [4]})
@@ -274,16 +264,6 @@ def test_a_plain_server_step_is_private_fedavg_and_fedprox_without_its_term_too(
         got = train(strategy, model=plain_model(), **RUN)
         assert abs(got.history.last["val_loss"] / wanted.history.last["val_loss"] - 1) > 1e-4
         assert got.history.last["epsilon"] == wanted.history.last["epsilon"]
-
-
-def test_a_private_server_optimizer_is_the_same_in_all_layouts_and_after_a_stop(tmp_path: Any) -> None:
-    def run(**options: Any) -> Any:
-        return outcome(train(server("adam"), model=plain_model(), **RUN | options))
-
-    whole = run()
-    assert run(processes=3) == whole
-    run(save_dir=tmp_path, max_steps=6, final_sync=False)
-    assert run(save_dir=tmp_path, resume=True) == whole
 
 
 def test_where_it_is_not_taken_the_error_says_why() -> None:

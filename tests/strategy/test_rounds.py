@@ -119,19 +119,6 @@ def test_the_outer_rate_follows_the_rounds():
         SPARTADiLoCoStrategy(outer_warmup_rounds=-1)
 
 
-def test_a_factor_scales_the_outer_step():
-    """Of plain outer SGD: nothing is moved with 0, and a constant 0.5 is half the rate."""
-    plain = {"outer_optim": OptimSpec("sgd", lr=1.0), "H": 4}
-    start = fingerprint(small_problem()[0])
-    still = fit(DiLoCoStrategy(PLAIN, outer_lr_scheduler=lambda r: 0.0, **plain), max_steps=4)
-    begin, end = small_problem()[0].state_dict(), still.model.state_dict()
-    assert fingerprint(still.model) != start  # buffers move along
-    assert all(torch.equal(begin[name], end[name]) for name in begin if "running" not in name and "num_" not in name)
-    half = fit(DiLoCoStrategy(PLAIN, outer_lr_scheduler=lambda r: 0.5, **plain))
-    assert fingerprint(half.model) == fingerprint(fit(DiLoCoStrategy(PLAIN, OptimSpec("sgd", lr=0.5), 4)).model)
-    assert fingerprint(half.model) != fingerprint(fit(DiLoCoStrategy(PLAIN, **plain)).model)
-
-
 def test_a_function_as_the_rate_is_refused_by_name():
     for make in (DiLoCoStrategy, SPARTADiLoCoStrategy):
         with pytest.raises(

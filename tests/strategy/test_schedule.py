@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, plain, put, same, shards, train, unlike, vector
+from problems import Regressor, plain, same, shards, train, unlike
 from torch import nn
 from torch.optim import lr_scheduler as S
 
@@ -175,65 +174,7 @@ NAMES = sorted(
     if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 )
 REFUSED = {"LBFGS": "evaluates the loss several times", "SparseAdam": "sparse gradients"}
-WEIGHTS_ONLY = ["Muon"]
 WORKING = [name for name in NAMES if name not in REFUSED]
-
-
-def model_for(name: str) -> nn.Module:
-    return Regressor(bias=name not in WEIGHTS_ONLY)
-
-
-def test_the_list_of_optimizers_is_all_of_torch() -> None:
-    assert {"ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
-            "SGD", *REFUSED} <= set(NAMES)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_cannot_work_say_why(name: str) -> None:
-    for build in (
-        lambda: FedAvgStrategy(name),
-        lambda: DiLoCoStrategy(outer_optim=name),
-        lambda: OptimSpec(name.lower()),
-    ):
-        with pytest.raises(ArgumentError, match=REFUSED[name]):
-            build()
-
-
-@pytest.mark.parametrize("name", WORKING)
-def test_every_optimizer_inside_is_torchs_on_each_row(name: str) -> None:
-    cls = getattr(torch.optim, name)
-    rows = train(SPARTAStrategy(cls, 0.0, lr=0.03), num_nodes=2, model=model_for(name)).rows
-    foreach = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
-    expected = plain(shards(2), 12, lambda p: cls(p, lr=0.03, **foreach), model=model_for(name))
-    same(rows, expected, 1e-10)
-    unlike(rows, vector(model_for(name)).expand_as(rows))
-    ddp = train(SimpleReduceStrategy(cls, lr=0.03), num_nodes=3, model=model_for(name)).rows
-    assert torch.equal(ddp, ddp[:1].expand_as(ddp))
-
-
-@pytest.mark.parametrize("name", WORKING)
-def test_every_optimizer_outside_is_torchs_on_theta(name: str) -> None:
-    outer = name if name != "Muon" else torch.optim.Muon  # by name it has AdamW beside it
-    spec = outer_spec(outer, 0.3)
-    start = model_for(name)
-    theta = model_for(name)
-    foreach = {"foreach": False} if "foreach" in inspect.signature(spec.cls).parameters else {}
-    optimizer = spec.cls(theta.parameters(), **spec.kwargs, **foreach)
-
-    def after(models: list[nn.Module], step: int) -> None:
-        if step % 3 == 0:
-            delta = copy.deepcopy(theta)
-            put(delta, vector(theta) - torch.stack([vector(m) for m in models]).mean(0))
-            for p, d in zip(theta.parameters(), delta.parameters(), strict=True):
-                p.grad = d.detach()
-            optimizer.step()
-            for m in models:
-                put(m, vector(theta))
-
-    plain(shards(3), 12, lambda p: torch.optim.SGD(p, lr=0.05, foreach=False), after=after, model=start)
-    ours = train(DiLoCoStrategy("sgd", outer, H=3, lr=0.05, outer_lr=0.3), num_nodes=3, model=start).model
-    same(ours, vector(theta), 1e-10)
-    unlike(ours, vector(start))
 
 
 @pytest.mark.skipif("Muon" not in NAMES, reason="this torch has no Muon")

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from problems import FEATURES, Regressor, dyadic, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
+from problems import (
+    FEATURES,
+    Regressor,
+    adamw,
+    dyadic,
+    fleet_of,
+    plain,
+    put,
+    run_of,
+    same,
+    shards,
+    train,
+    unlike,
+    vector,
+)
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from exogym.core.compress import ChunkTopK, Statistical
-from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet.layout import layouts_of
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, OptimSpec, SparseLoCoStrategy, TopKStrategy
 
 P = sum(p.numel() for p in Regressor().parameters())
 ADAMW = OptimSpec("adamw", lr=0.02)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 # What it is equal to
@@ -39,13 +47,6 @@ def test_everything_sent_is_diloco_with_plain_outer_sgd_bit_by_bit(eta: float) -
     unlike(train(SparseLoCoStrategy(ADAMW, 4, 4096, bits=2, outer_lr=eta)).rows, diloco.rows)
 
 
-def test_one_node_that_sends_everything_is_the_inner_optimizer() -> None:
-    data = shards(1)
-    alone = plain(data, 12, adamw)
-    same(train(SparseLoCoStrategy(ADAMW, 3, 4096, bits=32), data, 1).rows, alone)
-    unlike(train(SparseLoCoStrategy(ADAMW, 3, 512, bits=32), data, 1).rows, alone)
-
-
 def test_every_step_it_is_top_k_with_error_feedback() -> None:
     """A model of one chunk, so that both choose among the same entries."""
     line = nn.Linear(FEATURES, 1, bias=False).double()
@@ -54,15 +55,6 @@ def test_every_step_it_is_top_k_with_error_feedback() -> None:
     same(ours, train(TopKStrategy("sgd", 1 / 3, lr=0.05), model=line).rows)
     unlike(ours, train(TopKStrategy("sgd", 1 / 3, lr=0.05, error_feedback=False), model=line).rows)
     unlike(ours, train(SparseLoCoStrategy("sgd", 1, 12, **every_step | {"error_decay": 0.5}), model=line).rows)
-
-
-def test_both_ways_to_average_agree_where_all_send_the_same_entries() -> None:
-    def ours(aggregation: str, same_data: bool) -> Tensor:
-        strategy = SparseLoCoStrategy(ADAMW, 4, 8, 64, aggregation=aggregation)
-        return train(strategy, shards(3, same=same_data), 3).rows
-
-    same(ours("mean", True), ours("contributors", True))
-    unlike(ours("mean", False), ours("contributors", False))
 
 
 def divisor(n: int, target: int) -> int:
@@ -188,12 +180,6 @@ def test_values_take_at_most_four_sizes_and_keep_their_mean() -> None:
     assert torch.equal(Statistical(8).decode(*Statistical(8).encode(five)), five)  # as many bins as are needed
 
 
-def test_twelve_bits_hold_every_place_of_a_chunk() -> None:
-    places = torch.arange(4096, dtype=torch.int32)[None]
-    packed = pack(places, 12)
-    assert packed.shape == (1, 4096 * 12 // 8) and torch.equal(unpack(packed, 12, 4096).int(), places)
-
-
 def test_the_last_place_of_a_chunk_is_found_again() -> None:
     model = nn.ParameterList(
         [nn.Parameter(torch.zeros(64, 128)), nn.Parameter(torch.zeros(4096)), nn.Parameter(torch.zeros(()))]
@@ -207,36 +193,6 @@ def test_the_last_place_of_a_chunk_is_found_again() -> None:
 
 
 # Bytes
-
-
-class Wide(nn.Module):
-    """P = 3 * 4096: two chunks of a matrix, and one of a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        g = torch.Generator().manual_seed(0)
-        self.matrix = nn.Parameter(torch.randn(128, 64, generator=g) * 0.1)
-        self.vector = nn.Parameter(torch.randn(4096, generator=g) * 0.01)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.pad(x, (0, 64 - FEATURES)) @ self.matrix.T
-        return (h * self.vector[:128]).sum(1, keepdim=True)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
-def test_bytes_are_fourteen_bits_for_sixty_four_of_each_chunk_and_the_tables(n: int) -> None:
-    data = [TensorDataset(*(t.float() for t in d.tensors)) for d in shards(n)]
-    result = train(SparseLoCoStrategy("sgd", 2, lr=0.01), data, n, steps=4, model=Wide())
-    payload = 3 * 4096 * 64 / 4096 * 14 / 8 + 2 * 16
-    assert result.payload.tolist() == [0 if n == 1 else 2 * payload] * n
-    assert result.tx.tolist() == result.rx.tolist() == [2 * (n - 1) * payload] * n
-    assert 4 * 3 * 4096 / (payload - 32) == pytest.approx(146.3, abs=0.05)
-    odd = train(SparseLoCoStrategy("sgd", 4, 8, 16, lr=0.01), data, n, steps=4, model=Regressor(dtype=torch.float32))
-    small = 0
-    for chunks, size in ((2 * 7, 3), (1, 7), (7, 1), (1, 1)):  # of (7, 6) in (1, 3), 7, (1, 7) in ones, and 1
-        kept, bits = chunks * max(1, round(8 * size / 16)), math.ceil(math.log2(size))
-        small += math.ceil(kept * bits / 8) + math.ceil(kept * 2 / 8) + 16
-    assert odd.payload.tolist() == [0 if n == 1 else small] * n
 
 
 def test_bytes_of_small_chunks_by_hand() -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from paths import ROOT, TESTS
-from problems import MixedRegressor, Regressor, dyadic, fleet_of, run_of, same, shards, train, unlike
-from torch import Tensor, nn
+from problems import MixedRegressor, Regressor, fleet_of, run_of, same, shards, train, unlike
+from torch import nn
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
@@ -81,18 +81,6 @@ def test_random_sets_of_different_steps_are_independent() -> None:
     for step in range(8):
         fixed[step, chosen(ladder, fleet, step + 1)] = 1
     assert torch.corrcoef(fixed)[0, 1] < -0.2 and torch.corrcoef(fixed)[0, 4] > 0.9
-
-
-def test_coverage_grows_as_promised() -> None:
-    """After n steps a share 1 - (1 - p)^n has been averaged: 63 % of them after 1/p steps."""
-    total, p = 20_000, 0.01
-    module, fleet = started(2, total, p)
-    seen = torch.zeros(total, dtype=torch.bool)
-    for step in range(1, 301):
-        seen[chosen(module, fleet, step)] = True
-        if step in (1, 100, 300):
-            expected = 1 - (1 - p) ** step
-            assert abs(float(seen.double().mean()) - expected) <= 5 * math.sqrt(expected * (1 - expected) / total)
 
 
 def test_gaps_are_geometric_at_the_edges() -> None:
@@ -186,20 +174,6 @@ def test_the_chosen_are_averaged_and_the_others_left(method: str) -> None:
     unlike(x, before)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_mean_stays_and_the_variance_never_grows(method: str) -> None:
-    module, fleet = started(4, 50, 0.2, method)
-    x = fleet.blocks[0].params
-    x.copy_(dyadic(4, 50))
-    start, variance = x.mean(0).clone(), x.var(0).sum()
-    for step in range(1, 41):
-        module.communicate(fleet, step)
-        same(x.mean(0), start, 1e-13)
-        assert x.var(0).sum() <= variance + 1e-12
-        variance = x.var(0).sum()
-    assert variance < 0.05 * dyadic(4, 50).var(0).sum()
-
-
 def test_topk_is_announced_in_turn_and_measured_from_the_last_average() -> None:
     module, fleet = started(3, 10, 0.2, "topk")
     x = fleet.blocks[0].params
@@ -236,18 +210,6 @@ def test_a_quantised_average_is_within_half_a_step(bits: int, method: str) -> No
     assert float(error.max()) <= float(scale) / 2 + 1e-6 and float(error.max()) > 0
     assert torch.equal(x[:, changed], x[:1, changed].expand(3, -1))  # all nodes write the same bits
     assert torch.equal(x[:, ~changed], before[:, ~changed])
-
-
-def test_small_moves_vanish() -> None:
-    """Two nodes that move down a slope by a 20th of a step of the code: rounding sets them back each time."""
-    module, fleet = started(2, 200, 1.0, "random", 4)
-    x = fleet.blocks[0].params
-    x.copy_(torch.linspace(-0.5, 0.5, 200).double().expand(2, -1))
-    x[:, 0] = 7.0  # makes the step 1
-    for step in range(1, 101):
-        x[:, 1:] -= 0.05
-        module.communicate(fleet, step)
-    assert abs(float(x[:, 1:].mean())) < 0.1  # where the first rounding had put it
 
 
 def test_32_bits_are_no_quantisation() -> None:
@@ -306,15 +268,6 @@ def test_bytes(num_nodes: int, method: str, bits: int | None) -> None:
             assert {event.kind for event in run.events} == kinds
 
 
-def test_the_expected_payload_is_p_times_p_b() -> None:
-    p, steps = 0.1, 400
-    module, fleet = started(2, 500, p)
-    for step in range(1, steps + 1):
-        module.communicate(fleet, step)
-    mean = fleet.comm.ledger.payload_bytes[0] / steps / 8
-    assert abs(mean - p * 500) <= 5 * math.sqrt(500 * p * (1 - p) / steps)
-
-
 def test_the_last_average_is_counted_and_synchronises() -> None:
     for steps in (5, 6):
         apart = train(SPARTAStrategy("adamw", 0.1, lr=0.02), steps=steps)
@@ -335,30 +288,6 @@ def test_with_diloco_the_last_synchronisation_is_an_outer_step_or_none() -> None
             unlike(run.model, apart.model)
         else:
             assert torch.equal(run.model, apart.model)
-
-
-def test_bytes_with_diloco_are_the_sum_of_both() -> None:
-    sparta = train(SPARTAStrategy("sgd", 0.2, lr=0.01, interval=2), steps=12)
-    both = train(SPARTADiLoCoStrategy("sgd", H=4, p_sparta=0.2, sparta_interval=2, lr=0.01), steps=12)
-    assert (both.payload - sparta.payload).tolist() == [3 * P * 8.0] * 4
-    assert len(both.events) == 6 + 3
-
-
-# State
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("bits", [None, 4])
-def test_state_is_saved(method: str, bits: int | None, tmp_path: Any) -> None:
-    def run(**fit: Any) -> Tensor:
-        strategy = SPARTADiLoCoStrategy(
-            "adamw", H=4, p_sparta=0.15, lr=0.02, compression_method=method, quantization_bits=bits
-        )
-        return train(strategy, **fit).rows
-
-    whole = run(steps=11)
-    run(steps=6, save_dir=tmp_path)
-    assert torch.equal(run(steps=11, save_dir=tmp_path, resume=True), whole)
 
 
 # Errors

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Regressor, distance, examples, plain, put, run_of, same, shards, train, unlike, vector
+from problems import Regressor, adamw, distance, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
 from exogym.core.fleet import Fleet
@@ -21,10 +21,6 @@ PLAIN = OptimSpec("sgd", lr=1.0)
 
 def streaming(**options: Any) -> StreamingDiLoCoStrategy:
     return StreamingDiLoCoStrategy(**{"H": 4, "lr": 0.02} | options)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
 # Identities
@@ -52,13 +48,6 @@ def test_with_alpha_one_nodes_train_alone(delay: int) -> None:
     assert torch.equal(kept.rows, again.rows)
     unlike(kept.model, again.model)  # theta moves
     unlike(train(streaming(fragment_update_alpha=0.9, fragment_sync_delay=delay)).rows, alone)
-
-
-def test_a_fragment_is_equal_everywhere_after_its_synchronisation() -> None:
-    at = train(streaming(H=6), steps=9)  # the second fragment after steps 3 and 9, the first after 6
-    first, second = slice(0, 49), slice(49, 57)  # Linear(6, 7) and Linear(7, 1)
-    assert torch.equal(at.rows[:, second], at.model[second].expand(4, -1))
-    unlike(at.rows[:, first], at.model[first].expand(4, -1))
 
 
 # torchft's traces
@@ -160,17 +149,6 @@ def test_it_is_its_rule(tau: int, alpha: float) -> None:
     unlike(ours.model, by_the_rule(15, 4, tau, alpha, half=0.25)[0])
 
 
-def test_the_end_takes_what_is_on_its_way_and_what_is_left() -> None:
-    options: dict[str, Any] = {"outer_optim": PLAIN, "fragment_sync_delay": 2}
-    ended = train(streaming(**options), steps=9, final_sync=True)  # fragment 1 was sent after 2 and 6, 0 after 4 and 8
-    first, second = 49 * 8.0, 8 * 8.0
-    assert ended.payload.tolist() == [2 * first + 3 * second] * 4
-    left = train(streaming(**options), steps=9)
-    assert left.payload.tolist() == [2 * first + 2 * second] * 4
-    unlike(left.model, ended.model)
-    same(ended.rows, ended.model.expand_as(ended.rows))
-
-
 @pytest.mark.parametrize(
     ("steps", "sends", "moved"),
     [  # fragment 0 is sent after 4 and 8, 1 after 2, 6 and 10; each arrives a step later
@@ -193,27 +171,6 @@ def test_at_the_end_a_fragment_is_sent_once_more_unless_it_is_on_its_way_or_has_
 
 
 # Schedule and bytes
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("bits", [32, 8, 4])
-def test_in_a_window_of_h_steps_every_fragment_is_sent_once(num_nodes: int, bits: int) -> None:
-    n, model = num_nodes, Regressor(dtype=torch.float32)
-    data = [as_fp32(d) for d in shards(n)]
-    strategy = streaming(H=6, bits=bits)
-    seen = train(strategy, data, n, steps=12, model=model)
-    row = 57 * 4.0 if bits == 32 else (49 + 8) * bits / 8 + 0.5 * (bits == 4) + 4 * 4  # 49 codes of 4 bits: 25 bytes
-    assert seen.payload.tolist() == [2 * row * (n > 1)] * n
-    factor = 2 * (n - 1) / n if bits == 32 else n - 1
-    assert seen.tx.tolist() == seen.rx.tolist() == pytest.approx([2 * row * factor] * n)
-    sizes = {event.payload_bytes for event in seen.events}
-    assert n == 1 or (len(sizes) == 2 and max(sizes) < row)
-    (traffic,) = strategy.plan(57, n, 4).traffic
-    assert traffic.payload_bytes / traffic.every_steps == pytest.approx(57 * bits / 8 / 6)
-
-
-def as_fp32(data: Any) -> Any:
-    return torch.utils.data.TensorDataset(*(x.float() for x in data.tensors))
 
 
 @pytest.mark.parametrize(("H", "F", "sent"), [(6, 2, {3: [1], 6: [0], 9: [1]}), (5, 2, {2: [1], 5: [0], 7: [1]}),
@@ -283,11 +240,6 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
         streaming(**options)
 
 
-def test_a_model_with_too_few_layers_is_told() -> None:
-    with pytest.raises(ArgumentError, match="the model has 2 layers: take at most 2"):
-        train(streaming(num_fragments=3))
-
-
 # Quantised
 
 
@@ -319,13 +271,6 @@ def e3m0(delta: Tensor) -> Tensor:
         e = torch.round(torch.log2(s / part.abs())).clamp(min=0)
         parts.append(torch.where(e > 6, torch.zeros_like(part), part.sign() * s * 2.0**-e))
     return torch.cat(parts)
-
-
-def test_equal_data_everywhere_is_one_node() -> None:
-    one = train(streaming(fragment_sync_delay=1, fragment_update_alpha=0.5), shards(1, same=True), 1)
-    many = train(streaming(fragment_sync_delay=1, fragment_update_alpha=0.5), shards(3, same=True), 3)
-    same(many.rows, one.rows.expand_as(many.rows))
-    unlike(train(streaming(fragment_sync_delay=1), [examples(20, i) for i in range(3)], 3).model, one.model)
 
 
 def test_fragments_are_on_their_way_while_nodes_train() -> None:
