@@ -22,6 +22,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from exogym.callbacks import Every
+from exogym.core.base.devices import CPU
 from exogym.core.base.rng import generator
 from exogym.core.base.torch_private import strided_parts
 from exogym.core.communicator import Communicator, Wire
@@ -140,7 +141,7 @@ class _Battery:
         model, data = small_problem()
         trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
         trainer.max_stretch = max_stretch
-        given: dict[str, Any] = {"max_steps": self.steps, "batch_size": 8, "device": "cpu", "progress": False} | options
+        given: dict[str, Any] = {"max_steps": self.steps, "batch_size": 8, "device": CPU, "progress": False} | options
         trainer.fit(self.factory(), num_nodes=nodes or self.nodes, **given)
         return model, trainer.history
 
@@ -265,7 +266,7 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
     fleets = []
     for k, ranks in enumerate(blocks):
         wire = _MeetingWire(blocks, k) if len(blocks) > 1 else None
-        fleets.append(Fleet(model, ranks, nodes, torch.device("cpu"), wire))
+        fleets.append(Fleet(model, ranks, nodes, CPU, wire))
     copies = [copy.deepcopy(strategy) for _ in blocks]
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.devices import one_thread, resolve_device
+from exogym.core.base.devices import CPU, Device, one_thread
 from exogym.core.base.modes import kept_modes
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
@@ -193,7 +193,7 @@ class LocalTrainer(Trainer):
         fill_in()
         is_here = options.placement.engine is None
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
-        device = resolve_device(local_device(options.device)) if is_here else torch.device("cpu")
+        device = Device.named(local_device(options.device)).place if is_here else CPU
         with _turn.taken(self.model), preserved_state(device), one_thread(device), kept_modes(self.model):
             if is_here:
                 run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)

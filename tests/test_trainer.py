@@ -14,6 +14,7 @@ import exogym.core.progress
 import exogym.core.training.choices
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
+from exogym.core.base.devices import Device
 from exogym.core.compute.outputs import Output, accuracy
 from exogym.core.record.history import COLUMNS
 from exogym.data.stream import Stream
@@ -157,7 +158,7 @@ def test_pieces_are_really_computed_one_by_one():
 def test_max_memory_usage_finds_a_micro_batch_and_says_so(monkeypatch, capsys):
     """A machine on which 10 rows of fp32 parameters and the activations of a few examples fit."""
     row = sum(p.numel() for p in network().parameters()) * 4
-    monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 10 * row)
+    monkeypatch.setattr(Device, "total_bytes", lambda self: 10 * row)
     sizes = []
     model = network()
     model.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])) if module.training else None)
@@ -169,7 +170,7 @@ def test_max_memory_usage_finds_a_micro_batch_and_says_so(monkeypatch, capsys):
     whole = fit(STRATEGIES["ddp"](), batch_size=64, max_steps=3)
     for a, b in zip(whole.model.parameters(), trainer.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 4 * row)
+    monkeypatch.setattr(Device, "total_bytes", lambda self: 4 * row)
     with pytest.raises(ValueError, match="one example needs"):
         fit(STRATEGIES["ddp"](), **limited)
 

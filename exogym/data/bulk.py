@@ -95,7 +95,7 @@ def bulk_take(dataset: Any) -> Take | None:
     """
     if isinstance(dataset, BulkDataset):
         return dataset.take
-    if type(dataset) is TensorDataset and all(t.device.type == "cpu" for t in dataset.tensors):
+    if type(dataset) is TensorDataset and all(t.is_cpu for t in dataset.tensors):
         return lambda indices: [tensor.index_select(0, indices) for tensor in dataset.tensors]
     if type(dataset) is Subset:
         inner = bulk_take(dataset.dataset)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from exogym.core.base import rng
+from exogym.core.base.devices import CPU
 from exogym.core.base.rng import stream_seed
 from exogym.core.fleet.fleet import Fleet
 from exogym.core.fleet.state import Shared, Stateful, Tensors
@@ -22,8 +23,6 @@ from exogym.data.reading import AHEAD, Reader, bytes_of, described
 from exogym.errors import DataError
 
 KEPT_BYTES = 2**28  # of examples that a process has read for its other nodes
-
-_CPU = torch.device("cpu")
 
 
 class Dealer:
@@ -228,10 +227,10 @@ class Iterated:
         which = f"of {f'node {node}' if self.is_train else 'the validation data'} at step {step}"
         if self.collate is None:
             return joined(examples, None, which)
-        with rng.preserved_state(_CPU):
+        with rng.preserved_state(CPU):
             seed = stream_seed(self.seed, "collate", node, step)
             rng.seed_python(seed)
-            rng.seed_torch(seed, _CPU)
+            rng.seed_torch(seed, CPU)
             return joined(examples, self.collate, which)
 
 

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from exogym.core.base import rng
+from exogym.core.base.devices import CPU
 from exogym.core.base.torch_private import end_workers
 from exogym.errors import ArgumentError, DataError, check_count, check_switch, nearest
 
 Request = tuple[int, int, np.ndarray, str]  # one batch: (data set, epoch, example indices, owner in words)
 
-_CPU = torch.device("cpu")
 _OURS = {
     "dataset": "give the data set itself",
     "batch_size": "use the argument batch_size of fit",
@@ -144,7 +143,7 @@ class _Batches(Dataset[Any]):
         if self.collate is None and isinstance(dataset, (list, tuple, range, Tensor, np.ndarray)):
             return self._batch([dataset[i] for i in indices.tolist()], whose, indices.tolist())
         if get_worker_info() is None:
-            with rng.preserved_state(_CPU):
+            with rng.preserved_state(CPU):
                 return self._read(dataset, home, epoch, indices.tolist(), whose)
         try:
             return self._read(dataset, home, epoch, indices.tolist(), whose)
@@ -157,7 +156,7 @@ class _Batches(Dataset[Any]):
         for i in indices:
             seed = rng.stream_seed(self.seed, "example", epoch, i, *own)
             rng.seed_python(seed)
-            rng.seed_torch(seed, _CPU)
+            rng.seed_torch(seed, CPU)
             try:
                 examples.append(dataset[i])
             except Exception as error:

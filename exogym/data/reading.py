@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import rng
+from exogym.core.base.devices import CPU
 from exogym.core.base.rng import stream_seed
 from exogym.core.fleet.state import Tensors
 from exogym.core.progress import notice
@@ -23,8 +24,6 @@ from exogym.errors import DataError, check_count, checked
 WINDOW = 1024  # examples that are shuffled together
 AHEAD = 64  # examples that are read together without shuffling
 COMPARED = 8  # examples that must be the same when a run goes on
-
-_CPU = torch.device("cpu")
 
 
 class IterableData:
@@ -238,10 +237,10 @@ class Reader:
         if self._ended:
             return False
         within = self.first - self.begun
-        with rng.preserved_state(_CPU):
+        with rng.preserved_state(CPU):
             seed = stream_seed(self.seed, "block", self.epoch, within, *self.ids)
             rng.seed_python(seed)
-            rng.seed_torch(seed, _CPU)
+            rng.seed_torch(seed, CPU)
             try:
                 if self._iterator is None:
                     self._iterator = self._open()

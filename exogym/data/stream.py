@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from exogym.core import combinations
 from exogym.core.base import rng
-from exogym.core.base.devices import total_memory_bytes
+from exogym.core.base.devices import CPU, Device
 from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.errors import ArgumentError, DataError, check_count, checked
 
@@ -526,7 +526,7 @@ def check_dataset(dataset: Any, origin: str = "the data set", least: int = 1) ->
         raise DataError(f"{origin} ({kind}) has no length: give it a __len__") from None
     except (ValueError, OverflowError) as error:
         raise DataError(f"{origin} ({kind}) has an impossible length ({error}): correct its __len__") from None
-    order_bytes, there_bytes = 16 * length, total_memory_bytes(torch.device("cpu"))  # a permutation, and its copy
+    order_bytes, there_bytes = 16 * length, Device(CPU).total_bytes()  # a permutation, and its copy
     if order_bytes > there_bytes:
         raise DataError(
             f"{origin} ({kind}) claims {length} examples: their order takes {order_bytes / 1e9:.3g} GB of "

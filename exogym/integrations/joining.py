@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from exogym.attached.node import wire_of_world
 from exogym.attached.nodes import Nodes, attach
+from exogym.core.base.devices import Device, is_accelerator_used
 from exogym.core.communicator import gather
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, checked
@@ -89,7 +90,7 @@ class Adapter:
         self.nodes: Nodes | None = None
         self._weight = GradientWeight()
         gpus = _see_own_gpu()  # first: CUDA reads CUDA_VISIBLE_DEVICES when it starts, and is_available() starts CUDA
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        device = Device.named("auto").place
         self._wire = wire_of_world(device, gpus)
         self.rank, self.num_nodes = self._wire.ranks[0], len(self._wire.placement)
         for name in LAUNCHED:
@@ -156,10 +157,10 @@ def _see_own_gpu() -> int:
     Returns:
         The number of GPUs that this process saw before.
     """
-    count = torch.cuda.device_count()  # the driver's count, without CUDA
+    count = torch.accelerator.device_count()  # the driver's count, without CUDA
     if "LOCAL_RANK" not in os.environ or count <= 1:
         return count
-    if torch.cuda.is_initialized():
+    if is_accelerator_used():
         raise ArgumentError(
             f"this process sees {count} GPUs and has begun to use CUDA: make the callback before anything uses a GPU, "
             "or start each process with its own CUDA_VISIBLE_DEVICES"

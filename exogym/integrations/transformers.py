@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from exogym.core.base.devices import CPU
 from exogym.errors import ArgumentError, CheckpointError, checked
 from exogym.integrations.dealing import Dealt
 from exogym.integrations.joining import Adapter, StrategyOptimizer, has_schedule, refuse
@@ -143,7 +144,7 @@ class ExoGymCallback(Adapter, TrainerCallback):
                 f"the Trainer resumed at step {step}, but {file} does not exist: resume from a checkpoint in this "
                 "node's own output_dir"
             )
-        self.nodes.load_state_dict(torch.load(file, map_location="cpu"))
+        self.nodes.load_state_dict(torch.load(file, map_location=CPU))
 
     def _check(self, args: Any, state: Any, loader: Any, is_strategys: bool) -> None:
         """Raise ArgumentError if the Trainer's options cannot be right with the strategy."""

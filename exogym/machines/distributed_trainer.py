@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from exogym.core.base.devices import Device
 from exogym.core.engine import several_devices
 from exogym.core.engine.world import world_size
 from exogym.core.progress import notice
@@ -80,7 +80,7 @@ class DistributedTrainer:
             raise ArgumentError(f"num_gpus={num_gpus}, but node= has {self.node.size} devices: leave num_gpus out")
         if world > 1:
             kind.of(self.node, 1).processes(world)
-            own = "nccl" if torch.cuda.is_available() else "gloo"
+            own = Device.named("auto").backend
             if backend not in ("auto", own):
                 raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: give 'auto' or {own!r}")
 

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.communicator import Columns, Move, Wire, barrier, gather
 from exogym.core.base import pulse
+from exogym.core.base.devices import Device
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
 from exogym.core.engine.world import new_group
@@ -84,7 +85,7 @@ class NodeColumns(Columns):
                 self._meshes[key] = DeviceMesh.from_group(held, self.device.type, ranks, mesh_dim_names=tuple(axes))
             else:
                 shape = (dist.get_world_size() // self.parts, *axes.values())
-                with ports_closed_afterwards("gloo" if self.device.type == "cpu" else "nccl"):
+                with ports_closed_afterwards(Device(self.device).backend):
                     whole = init_device_mesh(self.device.type, shape, mesh_dim_names=("node", *axes))
                 self._meshes[key] = whole[tuple(axes)]
                 self.groups += whole.get_all_groups()

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from exogym.core.base.devices import Device
 from exogym.core.base.torch_private import FUSED, FusedSGD, can_fuse, is_torchs, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
 from exogym.strategy.muon import HiddenAdamW, MuonAdamW
@@ -213,16 +214,16 @@ class OptimSpec:
             return False
         copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in named.items()}
         places = [p.data_ptr() for p in copies.values()]
-        device = next(iter(copies.values())).device
+        device = Device(next(iter(copies.values())).device)
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with device.forked_random():
                 optimizer = self.build(copies, hidden=hidden)
-                before = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+                before = device.random_states()
                 for _ in range(TRIAL_STEPS):
                     for p in copies.values():
                         p.grad = torch.full_like(p, 0.01)
                     optimizer.step()
-                after = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+                after = device.random_states()
             optimizer_state(optimizer)
         except ArgumentError:
             raise

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from exogym.core.base.devices import CPU
 from exogym.core.base.torch_private import is_of_every_optimizer, is_torchs
 from exogym.core.fleet.layout import Cut, Layout, Slot, parameter_cut
 from exogym.errors import StrategyError
@@ -240,7 +241,7 @@ def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> No
         if index.isdigit():
             group, p = places[int(index)]
             counted_on_cpu = name == "step" and not (group.get("fused") or group.get("capturable"))
-            optimizer.state[p][name] = value.clone().to("cpu" if counted_on_cpu else p.device)
+            optimizer.state[p][name] = value.clone().to(CPU if counted_on_cpu else p.device)
     here = {k: x.to(parameters[0].device) for k, x in tensors.items() if not k.partition(".")[0].isdigit()}
     for *where, packed in skeleton["state"]:
         value = unpack(packed, None, here, parameters)

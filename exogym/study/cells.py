@@ -55,7 +55,7 @@ from torch import Tensor
 
 from exogym import LocalTrainer
 from exogym.core.base import streams
-from exogym.core.base.devices import free_memory_bytes, resolve_device
+from exogym.core.base.devices import CPU, Device
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.engine.forks import can_fork, die_with, fork
 from exogym.core.record.metrics import Metric
@@ -76,7 +76,6 @@ SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 POLL_S = 0.02
 SPARE = 1.3  # free memory before another run begins, over the memory of the largest run so far
 KIB = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class Cell:
 
     @property
     def place(self) -> torch.device:
-        return resolve_device(self.options.get("device", FitOptions.device))
+        return Device.named(self.options.get("device", FitOptions.device)).place
 
     def trainer(self) -> LocalTrainer:
         """Return a new trainer with this cell's model and data."""
@@ -315,7 +314,7 @@ def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> in
     Raises:
         ArgumentError: `asked` is more than one cell, but this process cannot be forked.
     """
-    forks = can_fork() and device.type == "cpu"
+    forks = can_fork() and device == CPU
     if asked == "auto":
         return min(len(os.sched_getaffinity(0)), max(cells, 1)) if forks else 1
     check_count("processes", asked)
@@ -392,7 +391,7 @@ class _Forks:
     def has_room(self) -> bool:
         """Return whether free memory suffices for one more run like the largest finished run or this process."""
         largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return free_memory_bytes(CPU) > SPARE * largest * KIB
+        return Device(CPU).free_bytes() > SPARE * largest * KIB
 
     def start(self, cell: Cell) -> int:
         streams.flush()

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from exogym.core.base import rng
+from exogym.core.base.devices import CPU
 from exogym.data import IID, Source, cifar10, digits, label_skew, mnist, shakespeare
 from exogym.data.partition import partitioner_of
 from exogym.data.stream import is_iterable
@@ -73,9 +73,8 @@ class Task:
 
     def make_model(self, seed: int = 0) -> nn.Module:
         """Return a new model with weights drawn from `seed`. The caller's random state does not change."""
-        cpu = torch.device("cpu")
-        with rng.preserved_state(cpu):
-            rng.seed_torch(rng.stream_seed(seed, "init"), cpu)
+        with rng.preserved_state(CPU):
+            rng.seed_torch(rng.stream_seed(seed, "init"), CPU)
             return self.build()
 
 

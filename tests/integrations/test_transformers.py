@@ -268,8 +268,13 @@ def test_a_process_chooses_its_gpu_before_cuda_starts(monkeypatch):
     seen = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: bool(seen.append(os.environ["CUDA_VISIBLE_DEVICES"])))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+
+    def accelerator(check_available=False):
+        if check_available:
+            seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr("torch.accelerator.current_accelerator", accelerator)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("exogym.integrations.joining.LAUNCHED", ())
     ExoGymCallback(DiLoCoStrategy(H=2))
@@ -283,9 +288,11 @@ def test_processes_with_a_gpu_each_meet_with_nccl(monkeypatch, processes, backen
         monkeypatch.setenv(name, str(value))
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "CUDA_VISIBLE_DEVICES": "4,6"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: os.environ["CUDA_VISIBLE_DEVICES"].count(",") + 1)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: os.environ["CUDA_VISIBLE_DEVICES"].count(",") + 1)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.current_device_index", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.set_device_index", lambda device: None)
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda backend: True)
 
     class Met(Exception):
         pass

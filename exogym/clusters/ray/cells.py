@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exogym.clusters.ray.cluster import check_machines, connect, machines
+from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, machines
+from exogym.core.base.devices import CPU
 from exogym.core.base.locks import BEAT_S
 from exogym.errors import ArgumentError
 from exogym.files import beside, temporary_folder
@@ -35,7 +36,7 @@ class ClusterPool:
         import ray
 
         check_machines(machines())
-        gpus = int(any(cell.place.type == "cuda" for cell in cells))
+        gpus = int(has_gpus() and any(cell.place != CPU for cell in cells))
         self.ray, self.folders = ray, dict[Any, Path]()
         self.task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=TRIES)(_settled)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, no_room, room
 from exogym.communicator import Wire
+from exogym.core.base.devices import CPU
 from exogym.core.combinations import check
 from exogym.core.engine.protocol import EngineOptions, Moved, Result
 from exogym.core.engine.reports import held, unpacked
@@ -107,7 +108,7 @@ class Ray:
 def _need(options: EngineOptions) -> dict[str, float]:
     """Return the CPUs and GPUs that a process needs."""
     wanted = str(options.wanted)
-    on_gpu = wanted.startswith("cuda") or (wanted == "auto" and has_gpus())
+    on_gpu = has_gpus() if wanted == "auto" else wanted != str(CPU)
     return {"CPU": float(options.cpus_per_process)} | ({"GPU": 1.0} if on_gpu else {})
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
+from exogym.core.base.devices import CPU, Device
 from exogym.core.base.shelf import LineStore, Shelf
 from exogym.core.engine.hangs import watched
 from exogym.core.engine.reports import packed
@@ -140,12 +140,13 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
     store = LineStore(say)
     if name := interface_of(ray.util.get_node_ip_address()):
         os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    device = Device.named("auto" if seating.on_gpu else CPU)
     if seating.on_gpu:
-        torch.cuda.set_device(0)  # Ray shows each process only its own GPU
+        device.make_current()  # Ray shows each process only its own GPU
     try:
         _or_lost(
             lambda: join_group(
-                "nccl" if seating.on_gpu else "gloo", store=dist.PrefixStore("exogym", store), rank=process,
+                device.backend, store=dist.PrefixStore("exogym", store), rank=process,
                 world_size=len(seating.placement), timeout=FOREVER,
             )
         )  # fmt: skip

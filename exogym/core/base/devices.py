@@ -1,44 +1,181 @@
-"""A run's device, its threads and its memory."""
+"""A run's device: one value for the CPU and for any accelerator that torch names, its threads and its memory.
+
+Only this file names kinds of devices: others ask a `Device` (`tests/laws/test_devices.py`). So CUDA, MPS, XPU, and
+devices that register themselves with torch, take the same path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from exogym.errors import ArgumentError
 
+CPU = torch.device("cpu")
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the named torch device. "auto" chooses CUDA if it is available, otherwise Apple's MPS, otherwise the CPU.
+@dataclass(frozen=True)
+class Device:
+    """What a run asks of a device. `place` is the device's name in torch.
 
-    Raises:
-        ArgumentError: the device is unknown, or this machine lacks it.
+    >>> Device.named("cpu").is_cpu, Device.named("cpu").backend, Device(torch.zeros(1).device) == Device(CPU)
+    (True, 'gloo', True)
     """
-    if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    place: torch.device
+
+    @classmethod
+    def accelerator(cls) -> Device | None:
+        """Return the accelerator that torch uses in this process, or None if this machine has none."""
+        kind = torch.accelerator.current_accelerator(check_available=True)
+        return None if kind is None else cls(torch.device(kind.type, torch.accelerator.current_device_index()))
+
+    @classmethod
+    def named(cls, name: str | torch.device) -> Device:
+        """Return the named device. "auto" names the accelerator that torch finds, or the CPU if there is none.
+
+        Raises:
+            ArgumentError: the device is unknown, or this machine lacks it.
+        """
+        if name == "auto":
+            return cls.accelerator() or cls(CPU)
+        try:
+            place = torch.device(name)
+        except (RuntimeError, TypeError, ValueError):
+            raise ArgumentError(
+                f"device={name!r} is unknown: wanted 'auto', 'cpu', or an accelerator such as 'cuda', 'cuda:0' or 'mps'"
+            ) from None
+        if place.type == CPU.type:
+            return cls(CPU)  # asks no accelerator: a process that has begun to use one cannot be forked
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is None or place.type != found.type:
+            raise ArgumentError(f"device={name!r}: torch sees no {place.type} device here; use device='cpu' or 'auto'")
+        index, count = place.index or 0, torch.accelerator.device_count()
+        if index >= count:
+            wanted = f"{place.type}:0" + (f" to {place.type}:{count - 1}" if count > 1 else "")
+            raise ArgumentError(f"device={name!r}: this machine lacks that device; wanted {wanted}")
+        return cls(torch.device(place.type, index))
+
+    @classmethod
+    def of_group(cls, group: Any = None) -> Device:
+        """Return the device whose tensors a process group can send: the CPU, unless the group's backend cannot."""
+        kinds = dist.Backend.backend_capability.get(dist.get_backend(group), [CPU.type])
+        return cls(CPU) if CPU.type in kinds else cls.named("auto")
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.place.type == CPU.type
+
+    @property
+    def backend(self) -> str:
+        """The backend of `torch.distributed` for tensors on this device; gloo, if this build of torch has no other."""
+        name = dist.Backend.default_device_backend_map.get(self.place.type, "gloo")
+        return name if dist.is_backend_available(name) else "gloo"
+
+    @property
+    def model(self) -> str:
+        """The device's model, such as "NVIDIA H200", or "" if torch does not tell."""
+        return str(self._own("get_device_name", lambda place: "")(self.place))
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The widest float of the device: float64, but float32 on devices without float64, as MPS."""
+        return torch.float64 if _has_float64(self.place.type) else torch.float32
+
+    def make_current(self) -> None:
+        """Let torch use this device where code names its kind only."""
+        if not self.is_cpu:
+            torch.accelerator.set_device_index(self.place)
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished its work."""
+        if not self.is_cpu:
+            torch.accelerator.synchronize(self.place)
+
+    def _own(self, name: str, otherwise: Any) -> Any:
+        """Return a function of the device's module in torch, or `otherwise` if the module lacks it."""
+        return getattr(torch.get_device_module(self.place), name, otherwise)
+
+    # Random numbers
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's default generators of the CPU and of this device."""
+        torch.default_generator.manual_seed(seed)
+        if self.is_cpu:
+            return
+        index = self.place.index or 0
+        if generators := self._own("default_generators", ()):
+            generators[index].manual_seed(seed)
+        else:
+            with torch.accelerator.device_index(index):
+                self._own("manual_seed", None)(seed)
+
+    def random_states(self) -> list[torch.Tensor]:
+        """Return the states of torch's default generators, of the CPU and of this device."""
+        own = [] if self.is_cpu else [self._own("get_rng_state", None)(self.place)]
+        return [torch.default_generator.get_state(), *own]
+
+    def forked_random(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that restores torch's default generators at its end."""
+        return torch.random.fork_rng([] if self.is_cpu else [self.place], device_type=self.place.type)
+
+    # Memory
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of memory are free: an accelerator's own memory, or else the machine's and its swap.
+
+        The machine's is never above the memory that the process's control groups (cgroups) still allow.
+
+        Memory that torch has reserved but does not use counts as free.
+        """
+        if own := self._memory():
+            reserved, allocated = (self._own(name, lambda place: 0) for name in ("memory_reserved", "memory_allocated"))
+            return int(own[0] + reserved(self.place) - allocated(self.place))
+        free = self.total_bytes()
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            found = _numbers(PROC / "meminfo")
+            free = 1024 * (found["MemAvailable:"] + found["SwapFree:"])
+        return max(0, min([free, *_free_in_groups()]))
+
+    def total_bytes(self) -> int:
+        """Return how many bytes of memory the device has: an accelerator's own memory, or else the machine's."""
+        own = self._memory()
+        return own[1] if own else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that torch held at once in the accelerator's own memory; None if it has none."""
+        peak = None if self.is_cpu else self._own("max_memory_allocated", None)
+        return None if peak is None else int(peak(self.place))
+
+    def _memory(self) -> tuple[int, int] | None:
+        """Return the free and the total bytes of the device's own memory; None if it shares the machine's, as MPS."""
+        told = None if self.is_cpu else self._own("mem_get_info", None)
+        return None if told is None else told(self.place)
+
+
+@functools.cache
+def _has_float64(kind: str) -> bool:
     try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError, ValueError):
-        raise ArgumentError(f"device={device!r} is unknown: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'") from None
-    if place.type not in ("cpu", "cuda", "mps"):
-        raise ArgumentError(f"device={device!r} is not supported: wanted 'auto', 'cpu', 'cuda', 'cuda:0' or 'mps'")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"device={device!r}: torch sees no CUDA GPU here; use device='cpu' or 'auto'")
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise ArgumentError(f"device={device!r}: this machine lacks that GPU; wanted cuda:0 to cuda:{last}")
-    if place.type == "mps" and not torch.backends.mps.is_available():
-        raise ArgumentError(f"device={device!r}: no Apple GPU here; use device='cpu' or 'auto'")
-    return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
+        torch.zeros(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def is_accelerator_used() -> bool:
+    """Return whether this process has begun to use an accelerator. Then it cannot be forked."""
+    kind = torch.accelerator.current_accelerator()
+    return kind is not None and bool(Device(kind)._own("is_initialized", bool)())
 
 
 @contextlib.contextmanager
@@ -49,29 +186,12 @@ def one_thread(device: torch.device) -> Iterator[None]:
     end the context restores the earlier number of threads.
     """
     before = torch.get_num_threads()
-    if device.type == "cpu":
+    if device.type == CPU.type:
         torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def free_memory_bytes(device: torch.device) -> int:
-    """Return how many bytes of memory are free: on a GPU, the GPU's memory; on the CPU, the machine's memory and swap.
-
-    For the CPU, the result is never above the memory that the process's control groups (cgroups) still allow.
-
-    GPU memory that torch has reserved but does not use counts as free.
-    """
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    free = total_memory_bytes(device)
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        found = _numbers(PROC / "meminfo")
-        free = 1024 * (found["MemAvailable:"] + found["SwapFree:"])
-    return max(0, min([free, *_free_in_groups()]))
 
 
 def _free_in_groups() -> Iterator[int]:
@@ -98,10 +218,3 @@ def _free_in_groups() -> Iterator[int]:
 def _numbers(path: Path) -> dict[str, int]:
     """Return the numbers in a file, by each line's first word."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
-
-
-def total_memory_bytes(device: torch.device) -> int:
-    """Return how many bytes of memory the device has: on a GPU, the GPU's memory; on the CPU, the machine's memory."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     _use_grad_for_differentiable,
 )
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 # All parts were tried with these versions of torch. The oldest is the floor in pyproject.toml.
 TRIED_WITH = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
@@ -158,7 +159,7 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
     """
     wide = (torch.float32, torch.float64)
     return all(
-        p.is_contiguous() and (p.device.type in ("cuda", "mps") or (p.device.type == "cpu" and p.dtype in wide))
+        p.is_contiguous() and (p.dtype in wide if p.is_cpu else p.device.type in _get_fused_kernels_supported_devices())
         for p in parameters
     )
 

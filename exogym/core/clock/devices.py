@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from exogym.core.base.devices import CPU
 from exogym.core.base.rng import preserved_state
 from exogym.errors import ModelError, check_choice, check_number
 
@@ -93,7 +94,7 @@ def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tens
     for p in model.parameters():
         p.grad = None  # otherwise backward would add to it in place
     try:
-        with preserved_state(next(iter(devices), torch.device("cpu"))), torch.enable_grad(), counter:
+        with preserved_state(next(iter(devices), CPU)), torch.enable_grad(), counter:
             value = model(batch) if loss is None else loss(model, batch)
             if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -37,7 +37,7 @@ def tree_sum(
     exact = _exact(x)
     shares = None if weights is None else weights[:, None].to(x.device, exact)
     out = torch.empty(width, dtype=x.dtype, device=x.device)
-    step = max(1, CHUNK_ELEMENTS // n) if x.device.type == "cpu" else width
+    step = max(1, CHUNK_ELEMENTS // n) if x.is_cpu else width
     dense = list(ids) == list(range(n))
     order = [] if dense else _additions(ids)
     at = None if rows is None else torch.tensor(rows, device=x.device)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import CPU
 from exogym.core.base.torch_private import norms
 from exogym.core.compute.worker import Worker
 from exogym.errors import TrainingError
@@ -40,7 +41,7 @@ class Watch:
 
     def __init__(self, policy: str, worker: Worker):
         self.worker, self.raises, self.skips = worker, policy == "raise", policy == "skip"
-        self.at_once = worker.device.type == "cpu"
+        self.at_once = worker.device == CPU
 
     # Losses
 

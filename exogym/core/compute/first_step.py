@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import map_tensors, slice_batch
+from exogym.core.base.devices import Device
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, strided_parts, version
@@ -63,7 +64,7 @@ def look(
                 "node would start with the right values: make them in __init__ with their final shape"
             )
     other = (lambda: batch) if another is None else another
-    exact = worker.device.type == "cpu"
+    exact = Device(worker.device).is_cpu
     refuse_carried(
         worker.model, attributes, lambda batch: _trial_step(worker, batch), batch, other, 0.0 if exact else 1e-4
     )
@@ -191,9 +192,7 @@ def _buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 def random_states(device: torch.device) -> tuple[bytes, Any]:
     """Return the random generators' states: torch's, then Python's and numpy's together."""
-    states = [torch.default_generator.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    states = Device(device).random_states()
     numpy_state: Any = np.random.get_state()
     python = (random.getstate(), numpy_state[1].tobytes(), numpy_state[2])
     return b"".join(s.numpy().tobytes() for s in states), python

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch, tensors_in
-from exogym.core.base.devices import free_memory_bytes
+from exogym.core.base.devices import Device
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.torch_private import bare_step, strided_parts, uncompiled
 from exogym.core.compute.first_step import trying
@@ -53,7 +53,7 @@ def check_rows(
     Raises:
         ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
     """
-    free = free_memory_bytes(device)
+    free = Device(device).free_bytes()
     parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
     each = {"parameters": sum(p.nbytes for p in parameters), "buffers": buffer_bytes}
     objects = ROW_OBJECTS + PLENTY * TENSOR_OBJECTS * len(parameters)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base.batches import batch_examples, beside_tensors, map_tensors, take_examples, targets_of, tensors_in
+from exogym.core.base.devices import Device
 from exogym.core.base.rng import preserved_state
 from exogym.core.compute.first_step import random_states, trying
 from exogym.core.compute.worker import Worker
@@ -240,7 +241,7 @@ class Trials:
 def rounding(worker: Worker) -> float:
     """Return the relative rounding error of one operation of the model."""
     eps = max(torch.finfo(p.dtype).eps for p in worker.model.parameters() if p.requires_grad)
-    return eps if worker.device.type == "cpu" else max(eps, GPU_EPS)
+    return eps if Device(worker.device).is_cpu else max(eps, GPU_EPS)
 
 
 def _untried(option: str, why: str) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
+from exogym.core.base.devices import CPU
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch, stream_seed
 from exogym.core.base.torch_private import own_buffers, scale_
@@ -139,7 +140,7 @@ class Worker:
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def to_device(self, batch: Any) -> Any:
-        if self.device.type == "cpu":
+        if self.device == CPU:
             return batch
         return map_tensors(batch, lambda x: x.to(self.device, non_blocking=True))
 

@@ -22,9 +22,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
-
 from exogym.core.base import pulse, streams
+from exogym.core.base.devices import is_accelerator_used
 from exogym.core.engine.hangs import shows_stacks, stacks_of
 from exogym.core.engine.reports import held, packed, unpacked
 from exogym.core.engine.shared import STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
@@ -36,8 +35,8 @@ DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
 def can_fork() -> bool:
-    """Return whether this process can be forked safely: on Linux, with no GPU in use."""
-    return sys.platform == "linux" and not torch.cuda.is_initialized()
+    """Return whether this process can be forked safely: on Linux, with no accelerator in use."""
+    return sys.platform == "linux" and not is_accelerator_used()
 
 
 def run_forked(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from exogym.core.base.devices import CPU
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.protocol import EngineOptions, Result
@@ -43,7 +44,7 @@ class Forked:
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         from exogym.core.engine.forks import can_fork, run_forked
 
-        if options.device.type != "cpu" or not can_fork():
+        if options.device != CPU or not can_fork():
             here = {"no forks": f"device {str(options.device)!r} here"}
             check({"processes": f"processes={options.processes}"} | here)
         return run_forked(options.placement, body, options.native, options.hang_s)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.base.devices import CPU, Device
 from exogym.core.communicator import Move, Wire, barrier, reduce_rows
 from exogym.core.communicator.wire import Transfer, reduce_native
 from exogym.core.engine.world import new_group
@@ -56,11 +57,10 @@ class ProcessWire(Wire):
         super().__init__(placement[self.process], native)
         self.place(placement)
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
-        on_gpu = dist.get_backend(group) == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.device = Device.of_group(group).place
         self.around: Around = _alone
         self.around_aside: Around = _alone
-        self.carries_behind = group is None and not on_gpu
+        self.carries_behind = group is None and self.device == CPU
         self._behind: Behind | None = None
         self._aside: ProcessWire | None = None
 
@@ -257,7 +257,7 @@ class ProcessWire(Wire):
         rounds = list(zip(receives, sends, strict=True))
         if max(x.nbytes for x in (*outgoing, *incoming)) <= AT_ONCE_BYTES:
             rounds = [(list(chain(*receives)), list(chain(*sends)))]
-        begun = [_begun(ops) for ops, _ in rounds] if self.device.type == "cpu" else []
+        begun = [_begun(ops) for ops, _ in rounds] if self.device == CPU else []
         for k, (takes, gives) in enumerate(rounds):
             for work in [*_begun(gives), *begun[k]] if begun else _begun(takes + gives):
                 work.wait()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from exogym.core.base import pulse
+from exogym.core.base.devices import Device
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.errors import ArgumentError
 
@@ -28,12 +29,13 @@ def world_size() -> int:
 def local_device(device: str | torch.device) -> str | torch.device:
     """Return this process's device.
 
-    If several processes run and the host has GPUs, "auto" and "cuda" become the GPU with the local rank's number.
+    If several processes run and the host has accelerators, "auto" and their kind's name, such as "cuda", become the
+    accelerator with the local rank's number.
     """
-    count = torch.cuda.device_count()
-    if world_size() == 1 or not count or str(device) not in ("auto", "cuda"):
+    own = None if world_size() == 1 else Device.accelerator()
+    if own is None or str(device) not in ("auto", own.place.type):
         return device
-    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
+    return f"{own.place.type}:{int(os.environ.get('LOCAL_RANK', '0')) % torch.accelerator.device_count()}"
 
 
 def join_group(backend: str, **where: Any) -> None:
@@ -64,12 +66,14 @@ def leave_group() -> None:
 
 
 def join_world(device: torch.device, gpus: int | None = None) -> None:
-    """Join the process group: with NCCL if every process of every host has its own GPU, otherwise with gloo.
+    """Join the process group: with gloo, unless every process of every host has its own accelerator of one kind.
+
+    Then the backend is the accelerators' own, if this build of torch has it: NCCL for CUDA.
 
     An existing group is used unchanged. A group made here ends with the process.
 
     Args:
-        gpus: how many GPUs this host's processes share. Without `gpus`, as many as this process sees.
+        gpus: how many accelerators this host's processes share. Without `gpus`, as many as this process sees.
 
     Raises:
         ArgumentError: some of torchrun's environment variables are missing.
@@ -82,23 +86,23 @@ def join_world(device: torch.device, gpus: int | None = None) -> None:
             f"the environment has WORLD_SIZE={os.environ.get('WORLD_SIZE')}, but not {', '.join(missing)}: start the "
             "script with torchrun or python -m exogym.launch"
         )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    local, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count() if gpus is None else gpus
-    join_group("nccl" if all_say(device.type == "cuda" and local <= gpus) else "gloo")
+    own = Device(device)
+    own.make_current()
+    gpus = torch.accelerator.device_count() if gpus is None else gpus
+    join_group(agreed(own.backend if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus else "gloo"))
 
 
-def all_say(own: bool) -> bool:
-    """Return whether `own` (this process has its own GPU) is True in every process of every host.
+def agreed(own: str) -> str:
+    """Return the backend for all processes: `own` if it is the backend of every process's device, otherwise gloo.
 
-    Hosts may have different GPUs, so processes on several hosts exchange their answers through the launcher's store. If
-    there is no such store, or all processes are on one host, return `own`.
+    Hosts may have different devices, so processes on several hosts exchange their backends through the launcher's
+    store. If there is no such store, or all processes are on one host, return `own`.
     """
     world = world_size()
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return own
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
-    start = f"exogym/own_gpu/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store.set(f"{start}/{os.environ['RANK']}", "yes" if own else "no")
-    return all(store.get(f"{start}/{rank}") == b"yes" for rank in range(world))
+    start = f"exogym/backend/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store.set(f"{start}/{os.environ['RANK']}", own)
+    return own if all(store.get(f"{start}/{rank}") == own.encode() for rank in range(world)) else "gloo"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, micro_batches
+from exogym.core.base.devices import Device
 from exogym.core.communicator import CHUNK_ELEMENTS, Columns
 from exogym.core.compute.outputs import accuracy
 from exogym.core.compute.worker import Worker
@@ -146,7 +147,8 @@ def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
 
 def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
     """Return memory_bytes (the GPU's or this process's peak) and device_use (CPU seconds per second of wall time)."""
-    memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
+    peak = Device(device).peak_bytes()
+    memory = peak_memory_bytes() if peak is None else peak
     return {"memory_bytes": float(memory), "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
 
 

@@ -21,10 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from exogym.core.base import pulse, streams
-from exogym.core.base.devices import free_memory_bytes
+from exogym.core.base.devices import CPU, Device
 from exogym.core.base.processes import identity
 from exogym.core.communicator import Wire, gather
 from exogym.core.saving.checkpoint_files import Snapshot
@@ -69,7 +67,7 @@ class Writer:
             if self._line is not None:
                 machines = [tuple(machine) for machine in gather(self.wire, list(identity()))]
                 self._neighbors = machines.count(identity())
-        is_large = snapshot.nbytes * self._neighbors > MOST * free_memory_bytes(torch.device("cpu"))
+        is_large = snapshot.nbytes * self._neighbors > MOST * Device(CPU).free_bytes()
         if not self._is_possible or self.wire.agree(is_large):
             return False
         assert self._line is not None

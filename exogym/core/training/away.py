@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exogym.callbacks import Callback
-from exogym.core.base.devices import one_thread, resolve_device
+from exogym.core.base.devices import Device, one_thread
 from exogym.core.base.rng import preserved_state
 from exogym.core.clock import Clock
 from exogym.core.communicator import Wire
@@ -66,7 +66,7 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
     """In one of the engine's processes, train the rows that `wire` assigns to it. Process 0 returns the results."""
     trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
-    device = resolve_device(options.device)
+    device = Device.named(options.device).place
     check_rows(subject.model, options.strategy, device, num_nodes=options.num_nodes, rows=len(wire.ranks))
 
     def left() -> Left | None:

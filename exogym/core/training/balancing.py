@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from exogym.balance import Balance, speeds_of
-from exogym.core.base.devices import resolve_device
+from exogym.core.base.devices import Device
 from exogym.core.communicator import Wire, barrier, say
 from exogym.core.compute.worker import Worker
 from exogym.core.engine import Engine, EngineOptions
@@ -48,7 +48,7 @@ def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
         batch = next(batches)
         worker.reseed(node, len(taken))
         worker.gradient(batch, 0)
-        _finish(worker.device)
+        Device(worker.device).synchronize()
         taken.append(time.perf_counter() - before)
         worker.clear_grads()
     worker.check(0)
@@ -77,14 +77,6 @@ def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) ->
     mine = step_seconds(worker, stream, wire.ranks[0]) * len(wire.ranks)
     seconds = wire.rows(torch.full((len(wire.ranks), 1), mine, dtype=torch.float64), nodes)[:, 0].tolist()
     return speeds_of(seconds)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def share_out(
@@ -147,7 +139,7 @@ def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: 
 
     `device=None`: the process is on another machine, and chooses a device there.
     """
-    device = device or resolve_device(options.device)
+    device = device or Device.named(options.device).place
     with contextlib.ExitStack() as undo:
         undo.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # the run says it again

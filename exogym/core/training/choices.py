@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from exogym.core.base.batches import batch_examples, micro_batches
-from exogym.core.base.devices import total_memory_bytes
+from exogym.core.base.devices import Device
 from exogym.core.compute.memory import activation_bytes
 from exogym.core.compute.parts import MOST_TRIED, Trials, check_parts
 from exogym.core.compute.worker import Worker
@@ -28,7 +28,7 @@ def choose(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
     micro = options.micro_batch_size
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
-        limit = options.max_memory_usage * total_memory_bytes(worker.device)
+        limit = options.max_memory_usage * Device(worker.device).total_bytes()
         found = _fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
         micro = found if micro is None else min(found, micro)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")

@@ -342,7 +342,7 @@ class Stand:
             raise StrategyError(
                 f"{kind}() takes a tensor of at most {MOST_DIMENSIONS} dimensions, not {tensor.dim()}: flatten it"
             )
-        return cls(kind, 0, peer, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
+        return cls(kind, 0, peer, tuple(tensor.shape), tensor.dtype, tensor.is_cpu)
 
     def numbers(self) -> list[int]:
         shape = [len(self.shape), *self.shape, *[0] * (MOST_DIMENSIONS - len(self.shape))]

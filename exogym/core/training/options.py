@@ -223,8 +223,8 @@ class FitOptions(RunOptions):
         val_interval: Steps between evaluations. If `val_interval` is None, ExoGym evaluates after each epoch. ExoGym
             also evaluates at the start and the end.
         seed: Seed of everything random in the run. The caller's random state stays as it was.
-        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
-            Apple's MPS).
+        device: "auto", or a torch device: cpu, cuda, cuda:1, mps, xpu. "auto" takes the accelerator that torch names,
+            otherwise the CPU.
         processes: Processes that share the nodes. ExoGym forks them from this process (Linux, CPU). The result has the
             same bits for every number of processes. Do not give this option under `python -m exogym.launch` or
             torchrun, where the launched processes share the nodes.

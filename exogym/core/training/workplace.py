@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from exogym.core.base.batches import batch_examples, slice_batch
+from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
+from exogym.core.base.devices import CPU
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_torch, stream_seed
 from exogym.core.combinations import check
@@ -44,7 +45,7 @@ def workplace(
     undo.callback(stream.close)
     if stream.iterates:
         check(options.features() | stream.features())
-    model = subject.model.to(device)
+    model = subject.model
     loss = Loss(model, subject.loss_fn)
     worker = Worker(model, loss, device, options.precision, options.seed, options.micro_batch_size)
     # else a step is the mean over its batches, however their classes weigh
@@ -54,6 +55,9 @@ def workplace(
     # the trial of a node of several devices counts what a whole batch sends
     trial = functools.partial(_computed_at_once, None if is_split else options.micro_batch_size)
     _initialise_lazy(worker, trial(first_batch))
+    for module in (model, subject.loss_fn):
+        if isinstance(module, nn.Module):
+            module.to(device)
     if kept := start_training(model):
         few = ", ".join(repr(name or "the model itself") for name in kept[:3]) + ", ..." * (len(kept) > 3)
         say(wire, f"in evaluation mode during training, as given: {few}; call model.train() before fit to train all")
@@ -104,9 +108,15 @@ def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
-    """Give lazy modules their shapes and their initial values, drawn from the seed. Statistics do not change."""
-    tensors = [*worker.model.parameters(), *worker.model.buffers()]
-    if any(map(nn.parameter.is_lazy, tensors)):
-        seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
-        with evaluation_mode(worker.model), torch.no_grad():
-            worker.loss(worker.to_device(batch))
+    """Give lazy modules their shapes and their initial values, drawn from the seed. Statistics do not change.
+
+    The CPU draws them, so that they are the same on every device.
+    """
+    model, loss_fn = worker.model, worker.loss.loss_fn
+    if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
+        for module in (model, loss_fn):
+            if isinstance(module, nn.Module):
+                module.to(CPU)
+        seed_torch(stream_seed(worker.seed, "lazy"), CPU)
+        with evaluation_mode(model), torch.no_grad():
+            worker.loss(map_tensors(batch, Tensor.cpu))

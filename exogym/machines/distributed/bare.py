@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.core.base.devices import Device
 from exogym.errors import ArgumentError, nearest
 
 
@@ -75,9 +76,7 @@ def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
 
 def device() -> torch.device:
     """Return the device whose tensors the process group's backend can send."""
-    if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return Device.of_group().place
 
 
 def as_bytes(x: Tensor) -> Tensor:

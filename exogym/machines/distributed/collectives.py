@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.core.base.devices import CPU
 from exogym.errors import ArgumentError, check_count
 from exogym.machines.distributed import bare
 from exogym.machines.distributed.bare import ReduceOp, check_operation
@@ -239,8 +240,10 @@ def _check_tensor(kind: str, x: Any) -> None:
         raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent: convert them, for example with .float()")
     if x.dim() > MOST_DIMENSIONS:
         raise ArgumentError(f"{kind}: got {x.dim()} dimensions, at most {MOST_DIMENSIONS} can be sent: flatten it")
-    if dist.get_backend() == "nccl" and x.device.type != "cuda":
-        raise ArgumentError(f"{kind}: NCCL needs CUDA tensors, got {x.device}: use .cuda(), or backend='gloo'")
+    place = bare.device()
+    if place != CPU and x.device.type != place.type:
+        sends = f"{dist.get_backend()} sends {place.type} tensors"
+        raise ArgumentError(f"{kind}: {sends}, got one on {x.device}: use .to({place.type!r}), or backend='gloo'")
 
 
 def _check_parts(parts: list[Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from exogym.core.base.devices import CPU, Device
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, check_count, check_number, checked
@@ -77,7 +78,7 @@ def init_process_group(
                 "with python -m exogym.launch, or give init_method='tcp://host:port'"
             )
     if backend == "nccl":
-        torch.cuda.set_device(_own_gpu())
+        torch.accelerator.set_device_index(_own_gpu())
     join_group(backend, init_method=init_method, store=store, world_size=world_size, rank=rank, **options)
 
 
@@ -142,7 +143,7 @@ def get_distributed_info() -> dict[str, Any]:
         "local_rank": _number("LOCAL_RANK") or 0,
         "local_world_size": _number("LOCAL_WORLD_SIZE") or 1,
         "node_rank": _number("GROUP_RANK") or 0,
-        "device": f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu",
+        "device": str(Device.of_group().place if initialized else CPU),
         "hostname": socket.gethostname(),
         "pid": os.getpid(),
         "master_addr": os.environ.get("MASTER_ADDR"),
@@ -156,8 +157,8 @@ def choose_backend(backend: str | None) -> str:
     if backend is None:
         backend = os.environ.get(BACKEND_VARIABLE)
     if backend is None:
-        own_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= (_number("LOCAL_WORLD_SIZE") or 1)
-        backend = "nccl" if own_gpus and "nccl" in available_backends() else "gloo"
+        has_own = torch.accelerator.device_count() >= (_number("LOCAL_WORLD_SIZE") or 1)
+        backend = Device.named("auto").backend if has_own else "gloo"
     check_backend(backend)
     return backend
 
@@ -215,7 +216,7 @@ def _timeout(timeout_s: float | None) -> dict[str, Any]:
 
 def _own_gpu() -> int:
     """Return this process's GPU: the GPU of its local rank, or the only visible GPU."""
-    local_rank, gpus = _number("LOCAL_RANK") or 0, torch.cuda.device_count()
+    local_rank, gpus = _number("LOCAL_RANK") or 0, torch.accelerator.device_count()
     if local_rank < gpus:
         return local_rank
     if gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from exogym.core.base.devices import Device
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.machines.distributed import bare, collectives
@@ -208,9 +209,8 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def finish() -> None:
-    """Wait until this process's GPU has finished its work. Without a GPU, return at once."""
-    if bare.device().type == "cuda":
-        torch.cuda.synchronize()
+    """Wait until this process's accelerator has finished its work. Without an accelerator, return at once."""
+    Device.of_group().synchronize()
 
 
 def slowest(took: Sequence[float]) -> list[float]:

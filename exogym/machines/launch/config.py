@@ -108,8 +108,10 @@ def _missing(backend: str) -> str | None:
     if not dist.is_backend_available(backend):
         cure = {"mpi": "build torch with MPI", "nccl": "install a build of torch for CUDA"}
         return f"this build of torch has no {backend}; {cure.get(backend, 'install another build')}"
-    if backend == "nccl" and not torch.cuda.is_available():
-        return "torch sees no CUDA GPU here"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kinds = dist.Backend.backend_capability.get(backend, [])
+    if kinds and not {"cpu", found.type if found else ""} & set(kinds):
+        return f"torch sees no {kinds[0]} device here"
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from exogym.core.base.devices import Device
 from exogym.core.base.streams import printable
 
 SIZE = 512  # rows and columns of the multiplied matrices
@@ -28,13 +29,12 @@ def facts() -> dict[str, Any]:
     >>> sorted(facts())
     ['cores', 'device', 'exogym', 'memory_bytes', 'python', 'speed_flops', 'system', 'torch']
     """
-    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    name = torch.cuda.get_device_name(0) if kind == "cuda" else ""
+    device = Device.named("auto")
     return {
-        "device": f"{kind} {name}".strip(),
+        "device": f"{device.place.type} {device.model}".strip(),
         "cores": os.cpu_count() or 1,
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "speed_flops": speed_flops(kind),
+        "speed_flops": speed_flops(device.place.type),
         "exogym": version("exogym"),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -33,7 +33,7 @@ from exogym.errors import ArgumentError, nearest
 MASTER_PORT = 29500
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
-DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+DEVICE = re.compile(r"[a-z]+(:\d+)?")
 CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029\ud800-\udfff]")
 MOST_SLOTS = 4096  # per host; each slot is a process
 TOP = (
@@ -56,7 +56,7 @@ class Host:
             user's ssh config.
         python: path of the host's Python. If `python` is None, see `interpreter`.
         path: the project's folder on the host. If `path` is None, the host uses the same path as the controller.
-        device: device for the host's processes, one of "auto", "cpu", "cuda", "cuda:0" or "mps".
+        device: device for the host's processes, such as "auto", "cpu", "cuda", "cuda:0" or "mps".
         slots: number of processes on the host.
         ssh_config: file that ssh reads instead of the user's config. If `ssh_config` is None, ssh reads the user's
             config.

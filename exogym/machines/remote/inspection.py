@@ -229,7 +229,7 @@ class Inspection:
             kind, _, number = device.partition(":")
             there = kind in ("auto", *found["kinds"]) and (not number or int(number) < found["gpus"])
             seen = ", ".join(found["kinds"]) + (f", {found['gpus']} GPUs" if found["gpus"] else "")
-            self._note("device", there, device if device == "cpu" else f"{device}; torch sees {seen}", remedy)
+            self._note("device", there, device if device == seen else f"{device}; torch sees {seen}", remedy)
 
     def _address(self) -> None:
         host = self.host

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exogym.core.base.devices import resolve_device
+from exogym.core.base.devices import Device
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.combinations import check
@@ -201,7 +201,7 @@ class NetworkTrainer(Trainer):
         if part.membership is not None:
             return self._as_a_member(part, number, given)
         if world_size() > 1:
-            join_world(resolve_device(local_device(given["device"])))
+            join_world(Device.named(local_device(given["device"])).place)
         if part.fit is not None and part.folder is not None and number < part.fit:
             self._take(results.replay(part.folder, number, self.model))
             return self.model

@@ -27,6 +27,7 @@ import torch
 
 from exogym.balance import Balance
 from exogym.core.base import rng
+from exogym.core.base.devices import CPU
 from exogym.core.base.files import short_text
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
@@ -155,9 +156,8 @@ class RunProfile:
                 f"task={self.task!r} returned a {type(made).__name__}, wanted an exogym.tasks.Task or (make_model, "
                 "train, val)"
             )
-        cpu = torch.device("cpu")
-        with rng.preserved_state(cpu):
-            rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
+        with rng.preserved_state(CPU):
+            rng.seed_torch(rng.stream_seed(self.seed, "init"), CPU)
             return made[0](), made[1], made[2], None
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:

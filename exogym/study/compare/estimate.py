@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from exogym.callbacks import Callback
-from exogym.core.base.devices import free_memory_bytes
+from exogym.core.base.devices import Device
 from exogym.core.record.metrics import usage
 from exogym.network import readable_seconds
 from exogym.options import takes
@@ -104,7 +104,7 @@ def estimated(cells: Sequence[Cell], runs: int, at_once: int = 1) -> Estimate:
     trials = tuple(map(_tried, cells))
     train_s = fmean(trial.run_s for trial in trials) * runs / at_once
     memory = usage(place, 0.0, 0.0)["memory_bytes"] * at_once
-    free = float(free_memory_bytes(place))
+    free = float(Device(place).free_bytes())
     return Estimate(trials, runs, at_once, train_s, memory, free, time.perf_counter() - begun)
 
 

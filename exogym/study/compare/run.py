@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
-from exogym.core.base.devices import resolve_device
+from exogym.core.base.devices import Device
 from exogym.core.base.processes import described
 from exogym.core.combinations import check
 from exogym.core.engine.protocol import place as place_rows
@@ -119,7 +119,7 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     setting = setting_of(task, asked.num_nodes, asked.max_steps, asked.batch_size, asked.seeds, asked.lr)
     entries = entries_of(asked.strategies, setting, own_lr=asked.lr is not None)
     _check_models(task, setting.seeds[0])
-    place = resolve_device(asked.device)
+    place = Device.named(asked.device).place
     for name in ("val_size", "val_interval"):
         if getattr(asked, name) is not None:
             check_count(name, getattr(asked, name))

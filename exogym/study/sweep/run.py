@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from exogym.core.base.devices import resolve_device
+from exogym.core.base.devices import Device
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.record import schema
@@ -189,7 +189,7 @@ def estimate(asked: SweepOptions) -> Estimate:
     run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
     run.add({label: cells[label] for label in few})
     runs = len(cells) * len(run.seeds)
-    at_once = processes_that_pay(asked.processes, runs, resolve_device(asked.device))
+    at_once = processes_that_pay(asked.processes, runs, Device.named(asked.device).place)
     return estimated([run.sessions[label].cell(label, run.seeds[0]) for label in few], runs, min(at_once, runs))
 
 

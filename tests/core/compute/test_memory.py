@@ -43,7 +43,7 @@ def train(strategy=STRATEGY, model=None, **options):
 
 
 def free(monkeypatch, size):
-    monkeypatch.setattr("exogym.core.compute.memory.free_memory_bytes", lambda device: int(size))
+    monkeypatch.setattr(devices.Device, "free_bytes", lambda self: int(size))
 
 
 def counted(monkeypatch, strategy, **given):
@@ -213,7 +213,7 @@ def machine(folder, monkeypatch, groups, line, names):
         (place / "memory.stat").write_text(f"anon 1\ninactive_file 0\nactive_file 0\n{halves}")
     monkeypatch.setattr(devices, "PROC", folder / "proc")
     monkeypatch.setattr(devices, "GROUPS", folder / "groups")
-    return devices.free_memory_bytes(torch.device("cpu"))
+    return devices.Device(devices.CPU).free_bytes()
 
 
 @pytest.mark.parametrize(("groups", "line", "names", "free_gb"), [

@@ -12,6 +12,7 @@ import exogym.core.training.assembly
 import exogym.core.training.choices
 from exogym import LocalTrainer, NodeMesh
 from exogym.core.base.batches import batch_examples
+from exogym.core.base.devices import Device
 from exogym.data import Partitioner
 from exogym.errors import ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
@@ -75,13 +76,13 @@ def test_a_loss_that_is_no_mean_over_examples_is_refused(name, asked):
 def test_it_is_where_a_limit_of_memory_asks_for_parts(monkeypatch):
     """Else results would follow the limit: 10 rows and the activations of a few examples fit."""
     row = sum(p.numel() for p in network().parameters()) * 4
-    monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 10 * row)
+    monkeypatch.setattr(Device, "total_bytes", lambda self: 10 * row)
     limited = {"num_nodes": 1, "batch_size": 64, "max_memory_usage": 0.7}
     with pytest.raises(
         ModelError, match=r"max_memory_usage=0.7 \(micro-batches of \d+\): the gradients of a batch's parts"
     ):
         run(weighted, **limited)
-    monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 1000 * row)
+    monkeypatch.setattr(Device, "total_bytes", lambda self: 1000 * row)
     assert torch.equal(numbers(run(weighted, **limited)), numbers(run(weighted, num_nodes=1, batch_size=64)))
 
 

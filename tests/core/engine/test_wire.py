@@ -441,22 +441,22 @@ def test_more_processes_than_nodes_are_refused():
         place(3, 4)
 
 
-@pytest.mark.parametrize("mine", [True, False])
-@pytest.mark.parametrize("other", [b"yes", b"no"])
-def test_hosts_ask_each_other_whether_every_process_has_a_gpu_of_its_own(mine, other, monkeypatch):
+@pytest.mark.parametrize("mine", ["nccl", "gloo"])
+@pytest.mark.parametrize("other", [b"nccl", b"gloo", b"xccl"])
+def test_hosts_ask_each_other_which_backend_every_process_has(mine, other, monkeypatch):
     """In the launcher's store; on one host, or where there is none, each process knows for all."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set("exogym/own_gpu/3/1", other)
+    store.set("exogym/backend/3/1", other)
     told = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     told |= {"TORCHELASTIC_RESTART_COUNT": 3, "TORCHELASTIC_USE_AGENT_STORE": True}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
-    assert world.all_say(mine) is (mine and other == b"yes")
+    assert world.agreed(mine) == ("nccl" if mine == "nccl" and other == b"nccl" else "gloo")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert world.all_say(mine) is mine
+    assert world.agreed(mine) == mine
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    assert world.all_say(mine) is mine
+    assert world.agreed(mine) == mine
 
 
 def test_a_second_line_carries_calls_of_another_thread(tmp_path):

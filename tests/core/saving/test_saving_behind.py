@@ -21,6 +21,7 @@ from torch import nn
 from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.base import pulse
+from exogym.core.base.devices import Device
 from exogym.core.communicator import Wire
 from exogym.core.saving import behind, checkpoint
 from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, save
@@ -152,7 +153,7 @@ def test_when_nodes_wait(way, tmp_path, monkeypatch):
     elif way == "processes":
         options["processes"] = 2
     elif way == "memory":
-        monkeypatch.setattr(behind, "free_memory_bytes", lambda device: 2000)
+        monkeypatch.setattr(behind, "MOST", 0.0)
     else:
         options = {"callbacks": [Every(4, lambda loop: loop.save())]}
     fit(SimpleReduceStrategy(SGD), tmp_path, **options)
@@ -200,7 +201,7 @@ def test_who_waits_for_the_thread_shows_the_threads_pulse(tmp_path):
 def test_the_copies_of_all_processes_of_a_machine_must_fit(room, tmp_path, monkeypatch):
     """Ray sets no LOCAL_WORLD_SIZE."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(behind, "free_memory_bytes", lambda device: room * x.nbytes)
+    monkeypatch.setattr(Device, "free_bytes", lambda self: room * x.nbytes)
     x = torch.zeros(1000)
 
     def body(wire, _):

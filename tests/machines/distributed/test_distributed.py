@@ -515,7 +515,7 @@ def test_info_without_a_group(monkeypatch):
     ],
 )
 def test_a_group_that_cannot_be(monkeypatch, arguments, environment, message):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -538,9 +538,10 @@ def test_ways_to_meet(tmp_path, monkeypatch):
 def test_the_backend_that_suits_the_machine(monkeypatch):
     known = []
     monkeypatch.setattr(group, "check_backend", known.append)
-    monkeypatch.setattr(group, "available_backends", lambda: ["gloo", "nccl"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert group.choose_backend(None) == "nccl" and group.choose_backend("gloo") == "gloo"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # more processes than GPUs
     assert group.choose_backend(None) == "gloo"
@@ -550,14 +551,14 @@ def test_the_backend_that_suits_the_machine(monkeypatch):
 
 
 def test_every_process_gets_a_gpu_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert group._own_gpu() == 1
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ArgumentError, match="local rank 2 sees 2 GPUs"):
         group._own_gpu()
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert group._own_gpu() == 0
 
@@ -573,8 +574,8 @@ def test_mpi_takes_its_ranks_from_mpirun(monkeypatch):
 
 
 def test_nccl_carries_cuda_tensors(alone, monkeypatch):
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    with pytest.raises(ArgumentError, match="NCCL needs CUDA tensors, got cpu"):
+    monkeypatch.setattr(bare, "device", lambda: torch.device("cuda", 0))
+    with pytest.raises(ArgumentError, match="gloo sends cuda tensors, got one on cpu"):
         ed.all_reduce(torch.ones(2))
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from exogym.core import combinations
+from exogym.core.base.devices import CPU
 from exogym.core.communicator import Wire, barrier, gather, ship, tell
 from exogym.core.engine.equal_start import start_equal, sum_of
 from exogym.core.fleet.state import Tensors
@@ -304,4 +305,4 @@ class Recovery:
 
 
 def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.detach().to("cpu", copy=True) for name, x in tensors.items()}
+    return {name: x.detach().to(CPU, copy=True) for name, x in tensors.items()}

@@ -137,9 +137,11 @@ def _device(device: str) -> dict[str, Any]:
         return {"kinds": ["cpu"], "gpus": 0}
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    mps = hasattr(torch.backends, "mps") and torch.backends.mps.is_available()
-    return {"kinds": ["cuda"] * bool(gpus) + ["mps"] * bool(mps) + ["cpu"], "gpus": gpus}
+    from exogym.core.base.devices import Device
+
+    found = Device.accelerator()
+    kinds = [] if found is None else [found.place.type]
+    return {"kinds": [*kinds, "cpu"], "gpus": torch.accelerator.device_count() if kinds else 0}
 
 
 def _file(path: str, text: str | None, folder: str) -> dict[str, Any]:
