@@ -26,7 +26,7 @@ from exogym.errors import ArgumentError, checked
 if TYPE_CHECKING:  # the first fit loads a run's parts
     from exogym.core.clock import Clock
     from exogym.core.communicator import Wire
-    from exogym.core.engine import Engine
+    from exogym.core.engine.engines import Engine
     from exogym.core.record.metrics import Metric
     from exogym.core.training.loop import TrainingLoop
     from exogym.strategy.strategy import Strategy
@@ -185,7 +185,7 @@ class LocalTrainer(Trainer):
         before. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
         train in two fits.
         """
-        from exogym.core.engine.world import local_device
+        from exogym.core.engine.engines import local_device
         from exogym.core.training.checking import asked_to_go_on, checked_options
         from exogym.core.training.placement import run_placed
 

@@ -25,7 +25,7 @@ from exogym.callbacks import Every
 from exogym.core.base import rng
 from exogym.core.clock import StepTime
 from exogym.core.communicator import Communicator
-from exogym.core.engine.protocol import place
+from exogym.core.engine.engines import place
 from exogym.core.training import balancing
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError

@@ -26,9 +26,9 @@ from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
-from exogym.core.engine import several_devices
+from exogym.core.engine.engines import several_devices, world_size
 from exogym.core.engine.equal_start import start_equal
-from exogym.core.engine.world import join_world, world_size
+from exogym.core.engine.world import join_world
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Tensors, below
 from exogym.core.progress import notice

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exogym.core.base.retired import absent
+from exogym.core.base.lazy import absent
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count

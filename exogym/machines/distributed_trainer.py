@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from exogym.core.base.devices import Device
-from exogym.core.engine import several_devices
-from exogym.core.engine.world import world_size
+from exogym.core.engine.engines import several_devices, world_size
 from exogym.core.progress import notice
 from exogym.core.record.history import History
 from exogym.errors import ArgumentError, check_choice, check_count, checked

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from exogym.communicator import gather
 from exogym.core.base.torch_private import in_this_process, own_parameters
 from exogym.core.compute.pointer import Pointer
+from exogym.core.engine import world_size
 from exogym.core.engine.wire import ProcessWire
-from exogym.core.engine.world import join_world, world_size
+from exogym.core.engine.world import join_world
 from exogym.errors import ArgumentError, ModelError
 from exogym.fleet import Layout
 from exogym.mesh import NodeMesh

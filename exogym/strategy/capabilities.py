@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from exogym.core.base.retired import RETIRED, absent
+from exogym.core.base.lazy import absent
+from exogym.core.base.retired import RETIRED
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.traffic import AskedRounds

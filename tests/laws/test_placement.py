@@ -32,9 +32,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.core import engine
 from exogym.core.communicator import Wire
-from exogym.core.engine import shared
+from exogym.core.engine import engines, shared
 from exogym.errors import ArgumentError, ModelError, TrainingError, WorkerError
 from exogym.faults import Faults
 from exogym.logger import CSVLogger
@@ -572,7 +571,7 @@ def test_an_engine_is_one_class_and_one_entry(monkeypatch):
     """It takes the runs that are its own, whatever was asked else, and they have the same bits."""
     wanted = outcome(train(**AVERAGES))
     toy = InAThread()
-    monkeypatch.setattr(engine, "ENGINES", [toy, *engine.ENGINES])
+    monkeypatch.setattr(engines, "ENGINES", [toy, *engines.ENGINES])
     assert outcome(train(**AVERAGES)) == wanted and toy.ran == 1
     train(**AVERAGES | {"num_nodes": 3})  # the control: not its own
     assert toy.ran == 1

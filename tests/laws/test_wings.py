@@ -54,7 +54,8 @@ BEYOND: dict[str, str] = {
         exogym.core.compute.worker: Worker
         exogym.core.engine.sockets: ports_closed_afterwards
         exogym.core.engine.wire: as_bytes
-        exogym.core.engine.world: join_world new_group world_size
+        exogym.core.engine: world_size
+        exogym.core.engine.world: join_world new_group
         exogym.core.fleet.dealing: Route
         exogym.core.fleet.layout: Box Layout Slot layouts_of
         exogym.errors: check_choice check_count checked retired
@@ -67,7 +68,8 @@ BEYOND: dict[str, str] = {
         exogym.core.combinations: check
         exogym.core.engine.hangs: watched
         exogym.core.engine.reports: held packed unpacked
-        exogym.core.engine.world: join_group leave_group world_size
+        exogym.core.engine: world_size
+        exogym.core.engine.world: join_group leave_group
         exogym.errors: check_choice check_count check_port checked
         exogym.study.compare.folder: OUTCOME
     """,
@@ -101,7 +103,7 @@ BEYOND: dict[str, str] = {
         exogym.core.clock.devices: DEFAULT_UTILISATION
         exogym.core.combinations: check features_of
         exogym.core.engine.forks: can_fork die_with fork
-        exogym.core.engine.protocol: place
+        exogym.core.engine.engines: place
         exogym.core.record: schema
         exogym.core.record.metrics: Metric usage
         exogym.core.record.run_folder: standing

@@ -20,9 +20,8 @@ from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, no_ro
 from exogym.communicator import Wire
 from exogym.core.base.devices import CPU
 from exogym.core.combinations import check
-from exogym.core.engine.protocol import EngineOptions, Moved, Result
+from exogym.core.engine import EngineOptions, Moved, Result, world_size
 from exogym.core.engine.reports import held, unpacked
-from exogym.core.engine.world import world_size
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
 
 POLL_S, LOOK_S = 0.2, 2.0  # seconds between looks at the processes, and at the free room

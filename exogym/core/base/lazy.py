@@ -16,9 +16,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from exogym.core.base.retired import absent
+from exogym.core.base.retired import retired
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -74,3 +74,16 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         return sorted({*vars(module), *homes})
 
     return get, known
+
+
+def absent(module: str, name: str) -> NoReturn:
+    """Raise the error of a name that a module does not have: a module's `__getattr__` calls it.
+
+    Raises:
+        ImportError: the name is retired; the message says what to use instead. With an AttributeError, Python would
+            replace the message if the name was imported from the module.
+        AttributeError: the module never had the name.
+    """
+    if not name.startswith("__") and (instead := retired(name, module)) is not None:  # Python asks for __path__
+        raise ImportError(f"cannot import {name!r}: {instead}", name=module)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

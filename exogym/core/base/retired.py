@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 _PILOT = "it cost more than it saved; exogym compare --network trains the candidates"
 _MONEY = "multiply the hours and bytes of the table by your prices"
@@ -173,19 +173,6 @@ def retired(name: str, where: str = "") -> str | None:
     """
     found = RETIRED.get(f"{where.rpartition('.')[2]}.{name}", RETIRED.get(name))
     return None if found is None else f"it is retired: {found}"
-
-
-def absent(module: str, name: str) -> NoReturn:
-    """Raise the error of a name that a module does not have: a module's `__getattr__` calls it.
-
-    Raises:
-        ImportError: the name is retired; the message says what to use instead. With an AttributeError, Python would
-            replace the message if the name was imported from the module.
-        AttributeError: the module never had the name.
-    """
-    if (instead := retired(name, module)) is not None:
-        raise ImportError(f"cannot import {name!r}: {instead}", name=module)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def is_default(name: str, value: Any) -> bool:

@@ -29,7 +29,7 @@ from exogym.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from exogym.core.compute.weights import Weights
-    from exogym.core.engine import Nodes
+    from exogym.core.engine.nodes import Nodes
 
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,28 +16,6 @@ from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.errors import ArgumentError
 
 
-def world_size() -> int:
-    """Return how many processes run this script together.
-
-    The number is the process group's size, otherwise torchrun's variable WORLD_SIZE, otherwise 1.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
-def local_device(device: str | torch.device) -> str | torch.device:
-    """Return this process's device.
-
-    If several processes run and the host has accelerators, "auto" and their kind's name, such as "cuda", become the
-    accelerator with the local rank's number.
-    """
-    own = None if world_size() == 1 else Device.accelerator()
-    if own is None or str(device) not in ("auto", own.place.type):
-        return device
-    return f"{own.place.type}:{int(os.environ.get('LOCAL_RANK', '0')) % torch.accelerator.device_count()}"
-
-
 def join_group(backend: str, **where: Any) -> None:
     """Make the default process group with torch's `init_process_group`, then close gloo's port.
 
@@ -98,7 +76,7 @@ def agreed(own: str) -> str:
     Hosts may have different devices, so processes on several hosts exchange their backends through the launcher's
     store. If there is no such store, or all processes are on one host, return `own`.
     """
-    world = world_size()
+    world = int(os.environ["WORLD_SIZE"])
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return own
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

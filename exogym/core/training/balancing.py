@@ -21,8 +21,7 @@ from exogym.balance import Balance, speeds_of
 from exogym.core.base.devices import Device
 from exogym.core.communicator import Wire, barrier, say
 from exogym.core.compute.worker import Worker
-from exogym.core.engine import Engine, EngineOptions
-from exogym.core.engine.protocol import place
+from exogym.core.engine.engines import Engine, EngineOptions, place
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.workplace import workplace

@@ -12,7 +12,7 @@ from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.spans import WAYS
 from exogym.core.compute.worker import AUTOCAST
-from exogym.core.engine import NAMED, named_engine, several_devices
+from exogym.core.engine.engines import NAMED, named_engine, several_devices
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_switch
 from exogym.faults import Faults
@@ -55,9 +55,9 @@ def _check_kinds(options: FitOptions) -> None:
             "exogym.strategy.DiLoCoStrategy(H=100)"
             + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
         )
-    for name in ("compute", "processes"):
+    for name, choices in {**CHOICES, "processes": ()}.items():
         value = getattr(options, name)
-        if isinstance(value, str) and (instead := retired(value, name)) is not None:
+        if isinstance(value, str) and value not in choices and (instead := retired(value, name)) is not None:
             raise ArgumentError(f"{name}={value!r}: {instead}")
     for name, choices in CHOICES.items():
         check_choice(name, getattr(options, name), choices)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
     from torch import Tensor, nn
 
-    from exogym.core.engine import Engine, Nodes
+    from exogym.core.engine.engines import Engine
+    from exogym.core.engine.nodes import Nodes
     from exogym.core.record.metrics import Metric
     from exogym.data.partition import Partitioner
     from exogym.faults import Faults

@@ -14,9 +14,8 @@ import torch
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.memory import check_rows
-from exogym.core.engine import Engine, EngineOptions, Nodes, engine_for
-from exogym.core.engine.protocol import place
-from exogym.core.engine.world import world_size
+from exogym.core.engine.engines import Engine, EngineOptions, engine_for, place, world_size
+from exogym.core.engine.nodes import Nodes
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, Subject
 

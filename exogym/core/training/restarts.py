@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from exogym.core.combinations import check
-from exogym.core.engine.protocol import Moved
+from exogym.core.engine.engines import Moved
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError, DataError, ModelError, StrategyError

@@ -16,9 +16,9 @@ from exogym.core.base.devices import Device
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.combinations import check
-from exogym.core.engine import several_devices
+from exogym.core.engine.engines import local_device, several_devices, world_size
 from exogym.core.engine.equal_start import start_equal
-from exogym.core.engine.world import join_world, local_device, world_size
+from exogym.core.engine.world import join_world
 from exogym.core.progress import notice
 from exogym.core.record.metrics import Metric
 from exogym.core.training.checking import checked_options, folder_of_checkpoints

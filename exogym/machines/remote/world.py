@@ -9,9 +9,8 @@ from pathlib import Path
 
 from exogym.core.base.files import replacing
 from exogym.core.communicator import Wire
-from exogym.core.engine.protocol import place
+from exogym.core.engine.engines import place, world_size
 from exogym.core.engine.wire import ProcessWire
-from exogym.core.engine.world import world_size
 from exogym.core.saving.checkpoint_files import list_checkpoints
 from exogym.machines.launch.config import FIRST_RANK
 from exogym.machines.remote.orders import (

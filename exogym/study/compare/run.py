@@ -19,7 +19,7 @@ from torch.utils.data import Subset
 from exogym.core.base.devices import Device
 from exogym.core.base.processes import described
 from exogym.core.combinations import check
-from exogym.core.engine.protocol import place as place_rows
+from exogym.core.engine.engines import place as place_rows
 from exogym.core.record import schema
 from exogym.core.training.checking import checked_options
 from exogym.data import IID, IterableData, Stream

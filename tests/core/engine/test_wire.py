@@ -16,8 +16,8 @@ from exogym.core.communicator import Communicator, Wire, barrier, gather, ship, 
 from exogym.core.communicator.ledger import Ledger
 from exogym.core.communicator.messages import rows_of_givers
 from exogym.core.engine import shared, world
+from exogym.core.engine.engines import place
 from exogym.core.engine.forks import run_forked
-from exogym.core.engine.protocol import place
 from exogym.core.engine.shared import Lost, SharedWire
 from exogym.core.engine.wire import AT_ONCE_BYTES, PACKET_BYTES
 from exogym.errors import ArgumentError, WorkerError

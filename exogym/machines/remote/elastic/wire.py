@@ -9,9 +9,8 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.communicator import Move, Wire
-from exogym.core.engine import EngineOptions
+from exogym.core.engine.engines import EngineOptions, Result
 from exogym.core.engine.hangs import watched
-from exogym.core.engine.protocol import Result
 from exogym.core.engine.wire import ProcessWire
 from exogym.errors import WorkerError
 from exogym.machines.remote.elastic.member import Generation, Member
