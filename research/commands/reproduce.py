@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exogym.cli.values import INTERRUPTED, Debug, processes_of
-from exogym.core.progress import SELDOM_S, notice
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.network import readable_seconds
 from research.reproduce import CLAIMS, Claim, Verdict, claims_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from research.reproduce import Page, Reproduction
     from research.reproduce.training import CellProgress
 
+SELDOM_S = 30.0  # between lines, as a run's own progress
 SHORT_SHARE = 0.05  # share of the steps
 PAGE = "reproductions.md"
 

@@ -346,8 +346,8 @@ def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPa
 
 def test_importing_brings_none_of_the_large_packages() -> None:
     code = (
-        "import sys, exogym.logger, exogym.core.record.history, exogym.progress as p\n"
-        "with p.Progress(3, False) as bar: bar.update(1)\n"
+        "import sys, exogym.logger, exogym.core.record.history, exogym.core.record.bar as b\n"
+        "b.Bar(3, None).start({})\n"
         "exogym.logger.WandbLogger(project='p'); exogym.logger.TensorBoardLogger('x')\n"
         "exogym.logger.TrackioLogger(project='p'); exogym.logger.MLflowLogger(project='p')\n"
         "exogym.logger.OpenTelemetryLogger()\n"

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.progress import Progress
-
 Fields = Mapping[str, Any]
 LOCAL_RANK, RESTARTS = "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"  # environment variables of torch's launcher
 STEP_S = 1.0  # between two writes of a step
@@ -108,16 +106,6 @@ class Observers(Observer):
         with contextlib.ExitStack() as stack:  # calls each, even if others raise
             for observer in reversed(self.all):
                 stack.callback(observer.finish, summary)
-
-
-class Showing(Observer):
-    """An observer that updates a progress bar. The caller opens and closes the bar."""
-
-    def __init__(self, progress: Progress):
-        self.progress = progress
-
-    def beat(self, step: int, figures: Fields) -> None:
-        self.progress.update(step, **figures)
 
 
 class StepFile(Observer):

@@ -16,10 +16,10 @@ from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.progress import Progress, notice, warn
+from exogym.core.progress import notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
-from exogym.core.record.observers import Observer, Observers, Showing, StepFile
+from exogym.core.record.observers import Observer, Observers, StepFile
 from exogym.core.training.driver import Driver
 from exogym.core.training.features import add_figures, make_driver
 from exogym.core.training.loop import TrainingLoop
@@ -76,13 +76,12 @@ def _assemble(
     the clock.
     """
     _check(subject, options)
-    bar = Progress(None, options.progress if wire.is_main else False)
     with contextlib.ExitStack() as undo:
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         fleet = worker.fleet
         fleet.comm.overlap = options.placement.overlap and options.faults is None
-        total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
-        observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
+        total_steps = options.total_steps(_steps_per_epoch(options, stream))
+        observers = _observers(options, total_steps) if wire.is_main else Observers()
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
             observers.all.append(StepFile(folder))
 
@@ -106,7 +105,7 @@ def _assemble(
         agenda = _agenda(subject, options, stream, description, kept, min(stretches, default=None))
         evaluator = _evaluator(subject, options, worker, first_batch)
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
-        loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
+        loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, timing, endings)
         add_figures(loop)
         for callback in agenda.callbacks if is_fresh else ():
             callback.load_state({})
@@ -176,15 +175,17 @@ def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
     return found
 
 
-def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observers:
+def _observers(options: FitOptions, total_steps: int) -> Observers:
     """Return the main process's observers."""
     found: list[Observer] = []
     if options.logger is not None:
         from exogym.logger import combine
 
         found.append(combine(options.logger))
-    if bar.wanted is not False:
-        found.append(Showing(bar))
+    if options.progress or options.progress is None:
+        from exogym.core.record.bar import Bar
+
+        found.append(Bar(total_steps, options.progress))
     if options.run_dir is not None:
         from exogym.core.record.run_folder import RunFolder
 

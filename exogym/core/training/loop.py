@@ -24,7 +24,7 @@ from exogym.core.communicator import Wire, gather, say
 from exogym.core.compute.spans import Losses
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.progress import GOING_ON, Progress
+from exogym.core.progress import GOING_ON
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
 from exogym.core.record.observers import Fields, Observer, Observers
@@ -60,12 +60,12 @@ class TrainingLoop:
 
     def __init__(
         self, agenda: Agenda, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None,
-        history: History, observers: Observers, progress: Progress, timing: Timing | None = None,
+        history: History, observers: Observers, timing: Timing | None = None,
         endings: Sequence[Callable[[], None]] = (),
     ):  # fmt: skip
         self.timing = timing
         self.agenda, self.driver, self.fleet, self.worker = agenda, driver, fleet, worker
-        self.observers, self.progress, self.wire = observers, progress, fleet.comm.wire
+        self.observers, self.wire = observers, fleet.comm.wire
         self.endings = [driver.close, *endings]
         signs = [] if agenda.save_dir is None else [self._keep]
         self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
@@ -107,7 +107,7 @@ class TrainingLoop:
         """
         try:
             signals, writer = waiting_signals(self.wire, self.agenda), self.standing.writer or contextlib.nullcontext()
-            with self.progress, Interrupt(self.wire, signals) as interrupt, writer:
+            with Interrupt(self.wire, signals) as interrupt, writer:
                 self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
                 finished = (self.recovery or self._without_recovery)(self._run)
                 if not finished:  # if the signal reaches this process only now, record it: it must not kill the process
