@@ -65,7 +65,7 @@ class Module(Stateful, ABC):
     def __init__(self) -> None:
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
-        self._at_first: dict[str, bool | int | float] | None = None  # the plain numbers when the run began
+        self._at_first: dict[str, bool | int | float] = {}  # the plain numbers when the run began
         self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
@@ -125,8 +125,7 @@ class Module(Stateful, ABC):
             value[row] = tensors[name]
 
     def shared(self) -> Tensors:
-        numbers = self._numbers()
-        at_first = self._at_first = numbers if self._at_first is None else self._at_first
+        numbers, at_first = self._numbers(), self._at_first
         changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
         if lost := sorted({*changed} - {*self.counters}):
             raise StrategyError(
@@ -139,6 +138,10 @@ class Module(Stateful, ABC):
         self.load_state({name: x for name, x in tensors.items() if not name.startswith("counter.")})
         for name in self.counters:
             setattr(self, name, tensors[f"counter.{name}"].item())
+
+    def note_numbers(self) -> None:
+        """Note the plain numbers with which the run begins, after `start`, so that `shared` finds those that change."""
+        self._at_first = self._numbers()
 
     def _numbers(self) -> dict[str, bool | int | float]:
         return {name: x for name, x in vars(self).items() if isinstance(x, bool | int | float)}

@@ -14,6 +14,7 @@ same kind:
 
 from __future__ import annotations
 
+import copy
 import difflib
 import fnmatch
 import inspect
@@ -28,7 +29,7 @@ from exogym.core.base.devices import Device
 from exogym.core.base.torch_private import FUSED, FusedSGD, can_fuse, is_torchs, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
 from exogym.strategy.muon import HiddenAdamW, MuonAdamW
-from exogym.strategy.packing import load_optimizer_state, optimizer_state, remember_as_built
+from exogym.strategy.packing import load_optimizer_state, optimizer_state, packed_beside
 
 __all__ = ["OptimSpec", "load_optimizer_state", "optimizer_state"]
 
@@ -282,6 +283,23 @@ class OptimSpec:
                 f"'adamw'{named_ones if name in _NAMES else ' in another strategy'}"
             )
         return list(found.values())
+
+
+def remember_as_built(optimizer: Optimizer) -> Optimizer:
+    """Record a new optimizer's values outside `optimizer.state`, so that checkpoints save only changes.
+
+    Return the optimizer.
+
+    Raises:
+        StrategyError: a value has a type that cannot be saved.
+    """
+    built: Any
+    if is_torchs(type(optimizer)):  # has nothing but its groups: a checkpoint packs them
+        built = [{k: copy.deepcopy(x) for k, x in group.items() if k != "params"} for group in optimizer.param_groups]
+    else:
+        built = packed_beside(optimizer)
+    optimizer.as_built = built  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:

@@ -162,14 +162,10 @@ def from_text(text: Tensor) -> Any:
     return json.loads(bytes(text.tolist()))
 
 
-def remember_as_built(optimizer: Optimizer) -> Optimizer:
-    """Record a new optimizer's values outside `optimizer.state`, so that checkpoints save only changes.
-
-    Return the optimizer.
-    """
+def packed_beside(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the optimizer's values outside `optimizer.state`, packed by path, and copies of their tensors."""
     tensors: dict[str, Tensor] = {}
-    optimizer.as_built = _beside(optimizer, tensors), {k: x.clone() for k, x in tensors.items()}  # type: ignore[attr-defined]
-    return optimizer
+    return _beside(optimizer, optimizer.param_groups, tensors), {k: x.clone() for k, x in tensors.items()}
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
@@ -196,7 +192,7 @@ def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
             else:
                 state.append([number, name, pack(value, f"state.{number}.{name}", tensors, own)])
     kept: dict[str, Tensor] = {}
-    beside = _beside(optimizer, kept)
+    beside = _beside(optimizer, optimizer.param_groups, kept)
     built, built_tensors = _as_built(optimizer)
     rest = {path: packed for path, packed in beside.items() if not _same(packed, built.get(path), kept, built_tensors)}
     if not state and not rest:
@@ -250,7 +246,8 @@ def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> No
         else:
             optimizer.state[where[0]] = value
     built, built_tensors = _as_built(optimizer)
-    for path in _beside(optimizer, {}).keys() - built.keys() if built else ():  # made since then
+    now = _beside(optimizer, optimizer.param_groups, {}) if built else {}
+    for path in now.keys() - built.keys():  # made since then
         holder, name = _holder(optimizer, path)
         del holder[name]
     for source, values in ((built, built_tensors), (skeleton["beside"], here)):
@@ -262,7 +259,12 @@ def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> No
 
 
 def _as_built(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    return getattr(optimizer, "as_built", ({}, {}))
+    """Return what `optim.remember_as_built` recorded, packed by path, and its tensors."""
+    built: Any = getattr(optimizer, "as_built", ({}, {}))
+    if isinstance(built, tuple):
+        return built
+    tensors: dict[str, Tensor] = {}
+    return _beside(optimizer, built, tensors), tensors
 
 
 def _numbers(optimizer: Optimizer) -> dict[int, int]:
@@ -279,11 +281,11 @@ def _holder(optimizer: Optimizer, path: str) -> tuple[dict[str, Any], str]:
     return optimizer.param_groups[int(number)], name
 
 
-def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the optimizer's values outside `state`, packed by path: its groups' entries and its own attributes."""
+def _beside(optimizer: Optimizer, groups: Sequence[dict[str, Any]], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Return the optimizer's values outside `state`, packed by path: the entries of `groups`, and own attributes."""
     values = {
         f"group.{number}.{name}": value
-        for number, group in enumerate(optimizer.param_groups)
+        for number, group in enumerate(groups)
         for name, value in group.items()
         if name != "params" and name not in _KERNELS
     }

@@ -12,7 +12,7 @@ import torch
 from problems import Regressor, fleet_of
 from torch import Tensor
 
-from exogym.core.communicator.ledger import Event, together
+from exogym.core.communicator import Event
 from exogym.core.compress import (
     E3M0,
     Absmax,
@@ -28,6 +28,7 @@ from exogym.core.compress import (
     with_feedback,
 )
 from exogym.core.compress.quantize import pack, unpack
+from exogym.core.fleet.dealing import described, together
 from exogym.core.fleet.layout import layouts_of
 from exogym.errors import ArgumentError
 
@@ -89,7 +90,7 @@ def test_the_bytes_of_the_parts_of_a_row_add_up_to_those_of_the_row() -> None:
     sizes = [Quantized(ScaledSign(), tensors(part)).share_bytes for part in parts]
     assert sum(map(math.ceil, sizes)) > size == math.ceil(sum(sizes))
     told = [
-        [Event("all_gather", "ring", (0, 1), x, *[np.full(2, x)] * 2, "parameters", (0, 1)).described()] for x in sizes
+        [described(Event("all_gather", "ring", (0, 1), x, *[np.full(2, x)] * 2, "parameters", (0, 1)))] for x in sizes
     ]
     (event,) = together(told)
     assert (event.payload_bytes, event.tx_bytes.tolist()) == (size, [size, size])

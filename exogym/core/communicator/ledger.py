@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -48,12 +45,6 @@ class Event:
     givers: tuple[int, ...]
     links: tuple[tuple[int, int], ...] = ()
     flight: int | None = None
-
-    def described(self) -> list[Any]:
-        """Return the event as a JSON list, which `together` reads."""
-        sizes = [self.payload_bytes, self.tx_bytes.tolist(), self.rx_bytes.tolist()]
-        rest = [list(self.givers), list(map(list, self.links)), self.flight]
-        return [self.kind, self.algorithm, list(self.members), self.tag, *rest, *sizes]
 
     @property
     def handed_bytes(self) -> np.ndarray:
@@ -146,40 +137,6 @@ def sent_factor(kind: str, algorithm: str | None, n: int) -> float:
     return ways.get(algorithm or "", usual)(n)
 
 
-def together(reports: Sequence[Sequence[Any]]) -> list[Event]:
-    """Join the events of a node's processes (from `Event.described`) into the events of the node.
-
-    The k-th events of the same kind in all processes become one event with the sum of their bytes. The sum is rounded
-    up to whole bytes. Buffers are the same in all processes, so they count once.
-    """
-    found: dict[str, list[Any]] = {}
-    for events in reports:
-        seen: dict[str, int] = {}
-        for event in events:
-            kind = json.dumps(event[:7])
-            seen[kind] = seen.get(kind, 0) + 1
-            key = f"{seen[kind]} {kind}"
-            if key not in found:
-                found[key] = [*event[:7], event[7], np.array(event[8]), np.array(event[9])]
-            elif event[3] != "buffers":
-                found[key][7] += event[7]
-                found[key][8:] = [found[key][8] + np.array(event[8]), found[key][9] + np.array(event[9])]
-    return [_whole(*event) for event in found.values()]
-
-
-def _whole(
-    kind: str, algorithm: str, members: list[int], tag: str, givers: list[int], links: list[list[int]],
-    flight: int | None, payload: float, tx: np.ndarray, rx: np.ndarray,
-) -> Event:  # fmt: skip
-    if kind == "mix" and payload:  # each receiver gets a whole payload
-        tx, rx = (np.rint(sent / payload) * math.ceil(payload) for sent in (tx, rx))
-    payload, factor = math.ceil(payload), FACTORS.get((kind, algorithm))
-    if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # one payload's bits, rounded once
-        tx = rx = np.full(len(members), factor(len(members)) * payload)
-    ways = tuple((giver, taker) for giver, taker in links)
-    return Event(kind, algorithm, tuple(members), payload, tx, rx, tag, tuple(givers), ways, flight)
-
-
 def children(position: int, n: int) -> int:
     """Return the number of children of `position` in a binomial broadcast tree over positions 0..n-1, rooted at 0."""
     limit = n if position == 0 else position & -position
@@ -221,7 +178,7 @@ class Recorder:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self._tag = "parameters"
-        self._held: list[Event] | None = None  # events of calls made `apart`
+        self.held: list[Event] | None = None  # events of calls that a node's processes make apart (`fleet.dealing`)
         self._numbers = 0  # of flights
         self.overlap = False
         self._begun: dict[int, list[Transfer]] = {}  # transfers of flights that nobody has waited for
@@ -263,7 +220,7 @@ class Recorder:
         self.settle(flight)
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
-        self.ledger.tell(event) if self._held is None else self._held.append(event)
+        self.ledger.tell(event) if self.held is None else self.held.append(event)
 
     def result_of(self, call: Callable[[Wire], Tensor], like: Tensor, flight: int | None) -> Tensor:
         """Return the result of `call(wire)`, a tensor like `like`.
@@ -290,39 +247,6 @@ class Recorder:
         for number in list(self._begun) if flight is None else [flight]:
             for transfer in self._begun.pop(number, []):
                 transfer.wait()
-
-    # Calls that a node's processes make apart
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """A context in which each process of a node sends some whole tensors for the node.
-
-        At the end, the events of all these processes become the node's events. Every process of the node must enter the
-        context, even if it sends no tensor.
-        """
-        self._held = held = list[Event]()
-        try:
-            yield
-        finally:
-            self._held = None
-        for event in together(self.wire.columns.tell([event.described() for event in held])):
-            self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
-
-    # A server beside the nodes: every process plays it, so all processes hold its values
-
-    def push(self, x: Tensor, src: int, algorithm: str = "server") -> Event:
-        """Record that node `src` sends its row of `x` (rows, ...) up to the server.
-
-        Args:
-            algorithm: "server"; "island" for the server of the node's island; "relay" for a message from this server to
-                the server above it. A relay counts for `src`, but occupies no node (`Clock.relay`).
-        """
-        return self.record("push", algorithm, [self._member(src)], self._row_bytes(x))
-
-    def pull(self, x: Tensor, members: Sequence[int], algorithm: str = "server") -> Event:
-        """Record that the server sends each of `members` a row like those in `x` (rows, ...)."""
-        (group,) = self._sorted([members])
-        return self.record("pull", algorithm, group, self._row_bytes(x))
 
     # Members and bytes
 
@@ -382,7 +306,7 @@ class Recorder:
         payload = size if self._has_others(members, algorithm) else 0.0
         gave = tuple(members if givers is None else givers)
         event = Event(kind, algorithm, tuple(members), float(payload), tx, rx, self._tag, gave, links, self._flight)
-        self.ledger.add(event) if self._held is None else self._held.append(event)
+        self.ledger.add(event) if self.held is None else self.held.append(event)
         return event
 
     def _row_bytes(self, x: Tensor) -> int:
@@ -390,15 +314,11 @@ class Recorder:
 
         Numbers (rows,) and buffers are the same in all processes of a node, so they count once.
         """
-        here = row_bytes(x)
-        if self._held is not None or self._tag == "buffers" or x.dim() == 1:
+        here = x[0].numel() * x.element_size()
+        if self.held is not None or self._tag == "buffers" or x.dim() == 1:
             return here
         return self.wire.columns.total(here)
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; a server is, even for a single client."""
         return len(members) > 1 or (algorithm in ("server", "island", "relay") and self.num_nodes > 1)
-
-
-def row_bytes(x: Tensor) -> int:
-    return x[0].numel() * x.element_size()

@@ -18,8 +18,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.dealing import Dealing
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors
-from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import remember_as_built
+from exogym.strategy.optim import OptimSpec, remember_as_built
 
 
 class WholeTensors:

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Columns
+from exogym.core.communicator import Columns, Communicator, Event
+from exogym.core.communicator.ledger import FACTORS
 from exogym.core.fleet.fleet import Block, Fleet, row_matrix
 from exogym.core.fleet.layout import Cut, Layout
 from exogym.errors import ModelError
@@ -73,7 +78,7 @@ class Dealing:
         if gradients:
             assert block.grads is not None
             dealt.grads, dealt.has_grad = self.deal(block.grads), block.has_grad[:, self._own]
-        with self.fleet.comm.apart():
+        with _apart(self.fleet.comm):
             yield self.view if self.is_here else None
         if gradients:
             self._take_gradients(block, dealt)
@@ -152,3 +157,63 @@ def _whole_parameters(whole: Layout, owners: dict[str, int], part: int) -> Layou
 def _common(layout: Layout, other: Layout) -> Ranges:
     """Return where `layout` has the columns that `other` has too, in ascending order."""
     return [(a, b) for a, b in Cut((), (), layout.here(other.columns)).ranges().tolist()]
+
+
+# The traffic of a node whose processes send whole tensors apart
+
+
+@contextlib.contextmanager
+def _apart(comm: Communicator) -> Iterator[None]:
+    """A context in which each process of a node sends some whole tensors for the node.
+
+    At the end, the events of all these processes become the node's events. Every process of the node must enter the
+    context, even if it sends no tensor.
+    """
+    comm.held = held = list[Event]()
+    try:
+        yield
+    finally:
+        comm.held = None
+    for event in together(comm.wire.columns.tell(list(map(described, held)))):
+        comm.ledger.add(event) if event.kind != "arrive" else comm.ledger.tell(event)
+
+
+def described(event: Event) -> list[Any]:
+    """Return an event as a JSON list, which `together` reads."""
+    sizes = [event.payload_bytes, event.tx_bytes.tolist(), event.rx_bytes.tolist()]
+    rest = [list(event.givers), list(map(list, event.links)), event.flight]
+    return [event.kind, event.algorithm, list(event.members), event.tag, *rest, *sizes]
+
+
+def together(reports: Sequence[Sequence[Any]]) -> list[Event]:
+    """Join the events of a node's processes (from `described`) into the events of the node.
+
+    The k-th events of the same kind in all processes become one event with the sum of their bytes. The sum is rounded
+    up to whole bytes. Buffers are the same in all processes, so they count once.
+    """
+    found: dict[str, list[Any]] = {}
+    for events in reports:
+        seen: dict[str, int] = {}
+        for event in events:
+            kind = json.dumps(event[:7])
+            seen[kind] = seen.get(kind, 0) + 1
+            key = f"{seen[kind]} {kind}"
+            if key not in found:
+                found[key] = [*event[:7], event[7], np.array(event[8]), np.array(event[9])]
+            elif event[3] != "buffers":
+                found[key][7] += event[7]
+                found[key][8:] = [found[key][8] + np.array(event[8]), found[key][9] + np.array(event[9])]
+    return [_whole(*event) for event in found.values()]
+
+
+def _whole(
+    kind: str, algorithm: str, members: list[int], tag: str, givers: list[int], links: list[list[int]],
+    flight: int | None, payload: float, tx: np.ndarray, rx: np.ndarray,
+) -> Event:  # fmt: skip
+    if kind == "mix" and payload:  # each receiver gets a whole payload
+        tx, rx = (np.rint(sent / payload) * math.ceil(payload) for sent in (tx, rx))
+    payload, factor = math.ceil(payload), FACTORS.get((kind, algorithm))
+    if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # one payload's bits, rounded once
+        tx = rx = np.full(len(members), factor(len(members)) * payload)
+    ways = tuple((giver, taker) for giver, taker in links)
+    return Event(kind, algorithm, tuple(members), payload, tx, rx, tag, tuple(givers), ways, flight)
