@@ -7,22 +7,40 @@ model returns predictions: for a batch (inputs..., targets) the loss is `loss_fn
 A batch that is a mapping becomes keyword arguments if `forward` has a parameter with the name of one of its keys.
 Without `loss_fn`, a batch (inputs..., targets) becomes `model(*batch)` in two cases: `forward` has a parameter named
 like one of `TARGET_KEYS` in the place of the targets, or `forward` needs exactly as many arguments as the batch has.
+
+A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i. This is the one definition of a "mean over targets":
+training in parts (`weights`), evaluations and accuracies use it. torch's own losses say their w_i (`counting`).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, described, targets_of
+from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, batch_examples, described, targets_of
 from exogym.core.base.torch_private import uncompiled
-from exogym.core.compute.weights import Counting, counted
 from exogym.errors import DataError, ModelError
+
+Counting = Callable[[Tensor], Tensor]  # targets -> each target's weight
+OF_CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
+OF_ELEMENTS: dict[type[nn.Module], Callable[..., Tensor]] = {  # means over all elements, or over the examples
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
+}
+SETTINGS = ("weight", "ignore_index", "reduction", "size_average", "reduce")
 
 
 @dataclass
@@ -146,6 +164,20 @@ class Loss:
             self._plain = type(batch)
         return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
 
+    @functools.cached_property
+    def counting(self) -> Counting | None:
+        """A function from targets to their weights, if `loss_fn` is one of torch's mean losses; otherwise None."""
+        return counting(self.loss_fn)
+
+    def divisor(self, batch: Any, start: int, stop: int) -> float | None:
+        """Return what the loss of a batch's examples from `start` to `stop` divides by; None if it does not say so."""
+        targets = whole_targets(batch)
+        if targets is None:
+            return float(stop - start)
+        if targets.is_floating_point() or targets.is_complex():
+            return float(targets[start:stop].numel())
+        return None if self.counting is None else float(self.counting(targets[start:stop]).cpu().double().sum())
+
     def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
         """Raise an error that explains `error`, which the model or `loss_fn` raised for `batch`.
 
@@ -195,3 +227,57 @@ def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | 
     if logits is None or not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:
         return None, None
     return logits[..., :-1, :], labels[..., 1:]
+
+
+# What a mean loss divides by
+
+
+def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
+    """Return a function from targets to their weights if `loss_fn` is one of torch's mean losses; otherwise None.
+
+    torch's losses are modules such as `CrossEntropyLoss`, functions such as `torch.nn.functional.cross_entropy`, and a
+    `functools.partial` of such a function with keywords. With class weights w, targets y_i and their losses l_i, the
+    batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The sums leave out targets equal to `ignore_index`. In losses that
+    compare numbers all targets weigh the same.
+
+    >>> import torch
+    >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
+    tensor([0., 3., 3.])
+    >>> counting(functools.partial(F.cross_entropy, ignore_index=0))(torch.tensor([0, 1, 1]))
+    tensor([0, 1, 1])
+    >>> counting(functools.partial(F.cross_entropy, reduction="sum"))
+    """
+    function: Any = loss_fn
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, {**function.keywords, **given}
+    of_classes, of_elements = OF_CLASSES.values(), OF_ELEMENTS.values()
+    if type(function) in OF_CLASSES | OF_ELEMENTS and not given:  # a subclass may compute something else
+        given = {name: getattr(function, name) for name in SETTINGS if hasattr(function, name)}
+        function = (OF_CLASSES | OF_ELEMENTS)[type(function)]
+    if any(function is known for known in of_classes):
+        known = given.get("reduction", "mean") == "mean" and not {"size_average", "reduce"} & given.keys()
+        return _of_classes(given.get("weight"), given.get("ignore_index", -100)) if known else None
+    if any(function is known for known in of_elements):
+        plain = {name: x for name, x in given.items() if name in SETTINGS and x is not None}
+        return torch.ones_like if plain in ({}, {"reduction": "mean"}) else None
+    return None
+
+
+def _of_classes(weight: Tensor | None, ignored: int) -> Counting:
+    def counts(targets: Tensor) -> Tensor:
+        counted = targets != ignored
+        return counted.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * counted
+
+    return counts
+
+
+def counted(targets: Tensor, known: Counting | None) -> Tensor:
+    """Return which targets count in the mean loss, as a bool tensor. `known` is the loss's `counting`."""
+    return targets >= 0 if known is None else known(targets) != 0
+
+
+def whole_targets(batch: Any) -> Tensor | None:
+    """Return a batch's targets if there is at least one for each example; otherwise None."""
+    targets = targets_of(batch)
+    return targets if targets is not None and targets.dim() and len(targets) == batch_examples(batch) else None

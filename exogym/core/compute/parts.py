@@ -3,7 +3,7 @@
 If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
 a contrastive loss, micro-batches change the gradient, and no error shows this change.
 
-A test cannot prove that a loss is a mean. torch's own losses say so (`weights.counting`). Other losses are tested
+A test cannot prove that a loss is a mean. torch's own losses say so (`outputs.counting`). Other losses are tested
 before training on few examples of as many classes as possible (`check_parts`), and again during training (`Trials`).
 """
 

@@ -1,28 +1,25 @@
-"""What a mean loss divides by. This is the one definition of a "mean over targets": training in parts, evaluations and
-accuracies use it.
+"""How much the parts of a batch weigh in its loss, for training in parts, and for evaluations with other losses than
+torch's.
 
 A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i, so a part of the batch weighs the sum of its w_i.
-torch's own losses say their w_i (`counting`). For any other loss w_i is 1 for each example, or 1 for each target that
-is not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does not show
-which mean its loss is, so a test computes the loss of two examples together, and of each alone.
+torch's own losses say their w_i (`outputs.counting`). For any other loss w_i is 1 for each example, or 1 for each
+target that is not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does
+not show which mean its loss is, so a test computes the loss of two examples together, and of each alone.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from exogym.core.base.batches import batch_examples, slice_batch, take_examples, targets_of
+from exogym.core.base.batches import batch_examples, slice_batch, take_examples
+from exogym.core.compute.outputs import Counting, counted, whole_targets
 from exogym.errors import ModelError
 
 Ask = Callable[[Any], float]
-Counting = Callable[[Tensor], Tensor]  # targets -> each target's weight
 Bounds = Sequence[tuple[int, int]]  # (start, stop) of the examples of each part
 CLOSE = 1e-5  # relative difference of two equal losses, at most
 MOST_ASKED = 8  # tests, at most: with a head of zeros all examples have the same loss
@@ -32,63 +29,6 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     SHIFTED: lambda counts: counts[:, 1:].sum(1),
     "examples": lambda counts: counts.new_ones(len(counts)),
 }
-OF_CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
-OF_ELEMENTS: dict[type[nn.Module], Callable[..., Tensor]] = {  # means over all elements, or over the examples
-    nn.MSELoss: F.mse_loss,
-    nn.L1Loss: F.l1_loss,
-    nn.SmoothL1Loss: F.smooth_l1_loss,
-    nn.HuberLoss: F.huber_loss,
-    nn.BCELoss: F.binary_cross_entropy,
-    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
-    nn.SoftMarginLoss: F.soft_margin_loss,
-    nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
-}
-SETTINGS = ("weight", "ignore_index", "reduction", "size_average", "reduce")
-
-
-def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
-    """Return a function from targets to their weights if `loss_fn` is one of torch's mean losses; otherwise None.
-
-    torch's losses are modules such as `CrossEntropyLoss`, functions such as `torch.nn.functional.cross_entropy`, and a
-    `functools.partial` of such a function with keywords. With class weights w, targets y_i and their losses l_i, the
-    batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The sums leave out targets equal to `ignore_index`. In losses that
-    compare numbers all targets weigh the same.
-
-    >>> import torch
-    >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
-    tensor([0., 3., 3.])
-    >>> counting(functools.partial(F.cross_entropy, ignore_index=0))(torch.tensor([0, 1, 1]))
-    tensor([0, 1, 1])
-    >>> counting(functools.partial(F.cross_entropy, reduction="sum"))
-    """
-    function: Any = loss_fn
-    given: dict[str, Any] = {}
-    while isinstance(function, functools.partial) and not function.args:
-        function, given = function.func, {**function.keywords, **given}
-    of_classes, of_elements = OF_CLASSES.values(), OF_ELEMENTS.values()
-    if type(function) in OF_CLASSES | OF_ELEMENTS and not given:  # a subclass may compute something else
-        given = {name: getattr(function, name) for name in SETTINGS if hasattr(function, name)}
-        function = (OF_CLASSES | OF_ELEMENTS)[type(function)]
-    if any(function is known for known in of_classes):
-        known = given.get("reduction", "mean") == "mean" and not {"size_average", "reduce"} & given.keys()
-        return _of_classes(given.get("weight"), given.get("ignore_index", -100)) if known else None
-    if any(function is known for known in of_elements):
-        plain = {name: x for name, x in given.items() if name in SETTINGS and x is not None}
-        return torch.ones_like if plain in ({}, {"reduction": "mean"}) else None
-    return None
-
-
-def _of_classes(weight: Tensor | None, ignored: int) -> Counting:
-    def counts(targets: Tensor) -> Tensor:
-        counted = targets != ignored
-        return counted.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * counted
-
-    return counts
-
-
-def counted(targets: Tensor, known: Counting | None) -> Tensor:
-    """Return which targets count in the mean loss, as a bool tensor. `known` is the loss's `counting`."""
-    return targets >= 0 if known is None else known(targets) != 0
 
 
 class Weights:
@@ -144,15 +84,11 @@ class Weights:
     def totals(self, ask: Ask, batch: Any, start: int, stop: int) -> dict[str, float]:
         """Return what the loss of a batch's examples from `start` to `stop` divides by, for each kind of mean.
 
-        Means of several batches take the total of `kind`, once all batches are known. Nothing is refused here.
+        The batch has whole numbers as targets, and the loss does not say their weights (`Loss.divisor`). Means of
+        several batches take the total of `kind`, once all batches are known. Nothing is refused here.
         """
-        targets = _targets(batch)
-        if targets is None:
-            return dict.fromkeys(KINDS, float(stop - start))
-        if targets.is_floating_point() or targets.is_complex():
-            return dict.fromkeys(KINDS, float(targets[start:stop].numel()))
-        if self.counting is not None:
-            return dict.fromkeys(KINDS, float(self.counting(targets[start:stop]).cpu().double().sum()))
+        targets = whole_targets(batch)
+        assert targets is not None
         those = counted(targets, None)
         if bool(those.all()):
             examples, total = float(stop - start), float(targets[start:stop].numel())
@@ -163,7 +99,7 @@ class Weights:
 
     def _counts(self, ask: Ask, batch: Any) -> Tensor | None:
         """Return each example's weight, (B,); None if all are equal."""
-        targets = _targets(batch)
+        targets = whole_targets(batch)
         if targets is None or targets.is_floating_point() or targets.is_complex():
             return None
         if self.counting is not None:
@@ -198,9 +134,9 @@ class Weights:
             pair_valid = valid[[pair[0]] * 2]
             both = take_examples(batch, [pair[0]] * 2)
             left_out = pair_valid[1].nonzero()[:, 0][int(pair_valid[1].sum()) // 2 :]
-            targets = _targets(batch)
+            targets = whole_targets(batch)
             assert targets is not None
-            found = _targets(both)
+            found = whole_targets(both)
             assert found is not None
             found.view(2, -1)[1, left_out] = targets[targets < 0][0]
             pair_valid[1, left_out] = 0
@@ -222,9 +158,3 @@ class Weights:
                 "gradient_accumulation and node=)"
             )
         self._left = left or sorted(self._left, key=off)
-
-
-def _targets(batch: Any) -> Tensor | None:
-    """Return a batch's targets if there is at least one for each example; otherwise None."""
-    targets = targets_of(batch)
-    return targets if targets is not None and targets.dim() and len(targets) == batch_examples(batch) else None

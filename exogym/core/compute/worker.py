@@ -198,10 +198,10 @@ class Worker:
     @functools.cached_property
     def weights(self) -> Weights:
         """The weights of a batch's parts in its loss."""
-        from exogym.core.compute.weights import CLOSE, Weights, counting
+        from exogym.core.compute.weights import CLOSE, Weights
 
         close = CLOSE if self.dtype is None else 2e-3
-        return Weights(close, counting(self.loss.loss_fn), self.weighs_classes)
+        return Weights(close, self.loss.counting, self.weighs_classes)
 
     def parts(self, batch: Any, bounds: Sequence[tuple[int, int]]) -> list[tuple[Any, float]]:
         """Return the parts of a batch with their weights in the loss (`Weights.parts`), given each part's range."""
@@ -221,15 +221,16 @@ class Worker:
         """Return whether a micro-batch counts in the batch's loss by its number of examples."""
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
-    def evaluated(self, batch: Any) -> tuple[Any, dict[str, float], int]:
+    def evaluated(self, batch: Any) -> tuple[Any, float | dict[str, float], int]:
         """Return the part of a batch that this process evaluates, what its loss divides by, and its examples.
 
-        What it divides by is a total for each kind of mean (`Weights.totals`). A process without a share of the batch
-        gets an example that counts 0.
+        If the loss does not say what it divides by, the result has a total for each kind of mean (`Weights.totals`). A
+        process without a share of the batch gets an example that counts 0.
         """
         total = batch_examples(batch)
         start, stop = (0, total) if self.devices is None else self.devices.evaluated(total)
-        totals = self.weights.totals(self.ask, batch, start, stop)
+        totals = self.loss.divisor(batch, start, stop)
+        totals = self.weights.totals(self.ask, batch, start, stop) if totals is None else totals
         part = batch if stop - start == total else slice_batch(batch, start, max(stop, start + 1))
         return (part if stop > start else slice_batch(batch, 0, 1)), totals, stop - start
 

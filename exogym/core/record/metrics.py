@@ -41,7 +41,7 @@ class Evaluator:
     def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor], node: int | None = None) -> dict[str, float]:
         """Return val_loss, val_accuracy if predictions are known, and val_<name> for each metric.
 
-        The loss is the mean over all targets that it counts (`Weights.totals`), however they lie in batches; so are
+        The loss is the mean over all targets that it counts (`Worker.evaluated`), however they lie in batches; so are
         the accuracy and the metrics that the model returns. The values of `metrics` are means over examples. `vectors`
         holds (P,) per block. With `node`, the examples are the node's own validation set; otherwise they are all
         nodes' validation sets.
@@ -62,12 +62,12 @@ class Evaluator:
             weights[name] = weights.get(name, 0.0) + weight
         return _means(sums, weights, worker.fleet.comm.wire.devices)
 
-    def _part(self, part: Any, totals: dict[str, float], examples: int) -> Iterator[Value]:
+    def _part(self, part: Any, totals: float | dict[str, float], examples: int) -> Iterator[Value]:
         """Yield the values of a batch, or of this process's part of it, each with its weight in the mean."""
         worker = self.worker
         output = worker.loss.of(worker.model, part)
         yield "val_loss", float(output.loss), totals
-        right = accuracy(output, worker.weights.counting)
+        right = accuracy(output, worker.loss.counting)
         if right is not None:
             yield "val_accuracy", right[0] / max(1, right[1]), right[1] if examples else 0
         for name, value in output.metrics.items():

@@ -84,7 +84,7 @@ def check_computed_in_parts(
         looks = _looks(subject, options, stream, batch)
         if not on_main(wire, lambda: check_parts(worker, looks, *asked)):
             return
-    if worker.weights.counting is None or not worker.weighs_classes:
+    if worker.loss.counting is None or not worker.weighs_classes:
         worker.trials = Trials(worker, *asked)
 
 
