@@ -3,6 +3,8 @@
 The trial also finds state that a model stores in plain attributes, which all nodes of a process would share. ExoGym
 compares the attributes of all submodules before and after a trial step: numbers, text, tensors, arrays, containers of
 these, and objects of the user's own classes. It ignores functions, modules and torch's own objects.
+
+A trial pass also measures the memory of activations, for the sizes of micro-batches and evaluations.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.batches import map_tensors, slice_batch
+from exogym.core.base.batches import batch_examples, map_tensors, slice_batch, tensors_in
 from exogym.core.base.devices import Device
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
-from exogym.core.base.rng import seed_python, seed_torch
-from exogym.core.base.torch_private import own_buffers, strided_parts, version
+from exogym.core.base.rng import preserved_state, seed_python, seed_torch
+from exogym.core.base.torch_private import own_buffers, strided_parts, uncompiled, version
 from exogym.core.compute.pointer import owner_of
 from exogym.core.compute.worker import Worker
 from exogym.errors import ModelError
@@ -30,6 +32,7 @@ ALLOWED = "shared_attributes"
 _OWN = frozenset(vars(nn.Module())) | {ALLOWED}  # every module's own attributes
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _DEEPEST = 4
+MEASURED = 8  # examples of a trial pass for activations
 
 
 def look(
@@ -404,3 +407,51 @@ def _is_users_own(value: Any) -> bool:
     """Return whether `value` is an object with attributes, of a class outside torch and builtins."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and package not in ("torch", "builtins", "functools")
+
+
+# The memory of a pass
+
+
+def activation_bytes(worker: Worker, batch: Any) -> int:
+    """Return the bytes that autograd keeps between forward and backward on `batch`, without parameters and batch."""
+    batch = worker.to_device(batch)
+    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
+    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
+    seen: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        for part in strided_parts(x):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
+        worker.loss(batch)
+    return sum(seen.values())
+
+
+def forward_bytes(worker: Worker, batch: Any) -> float:
+    """Return the bytes of activations that a forward pass makes per example; 0 if the model cannot be asked.
+
+    These are the larger of two numbers: what autograd keeps, and the outputs of the innermost modules, which count if
+    a part of the model is frozen.
+    """
+    few = slice_batch(batch, 0, MEASURED)
+    if uncompiled(worker.model) is not worker.model:  # each other size would be compiled
+        return 0.0
+    made = 0
+
+    def note(module: nn.Module, given: Any, out: Any) -> None:
+        nonlocal made
+        made += 0 if next(module.children(), None) else sum(x.nbytes for x in tensors_in(out))
+
+    with preserved_state(worker.device), trying(worker):
+        handle = nn.modules.module.register_module_forward_hook(note)
+        try:
+            kept = activation_bytes(worker, few)
+        except Exception:  # a model may have no loss in evaluation mode; the evaluation says so
+            return 0.0
+        finally:
+            handle.remove()
+    return max(made, kept) / batch_examples(few)

@@ -1,21 +1,16 @@
-"""Check whether a run's rows fit in memory, and measure the activations of a pass over a batch by a trial pass."""
+"""Count the memory that a run's rows need, and refuse a run that does not fit."""
 
 from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.batches import batch_examples, map_tensors, slice_batch, tensors_in
-from exogym.core.base.devices import Device
-from exogym.core.base.rng import preserved_state
-from exogym.core.base.torch_private import bare_step, strided_parts, uncompiled
-from exogym.core.compute.first_step import trying
-from exogym.core.compute.worker import Worker
+from exogym.core.base.torch_private import bare_step
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
@@ -27,23 +22,21 @@ if TYPE_CHECKING:
 META = torch.device("meta")
 ROW_OBJECTS, TENSOR_OBJECTS = 4000, 300  # bytes of Python objects per row, and per optimizer tensor
 MOST_STARTED = 1000  # nodes in the trial start; more would take longer and give the same answer
-MEASURED = 8  # examples of a trial pass
-PLENTY = 32  # rows' bytes: more than any strategy of ExoGym keeps per row
 
 
 def check_rows(
-    model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
-    is_cut: bool = False, buffer_bytes: int = 0,
+    model: nn.Module, strategy: Strategy, free: int, *, num_nodes: int, rows: int, processes: int, is_cut: bool,
+    buffer_bytes: int,
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit in memory, before allocating any row.
 
     The check counts parameters, gradients, optimizer state, buffers, strategy state, servers and Python objects. It
     does not count activations, data and histories. The check itself needs little memory: the optimizer steps small
     parameters with the same number of axes, and the strategy starts on torch's meta device. If the optimizer or the
-    strategy fails here, its state is not counted. If the run needs only a small part of the free memory, the check ends
-    early.
+    strategy fails here, its state is not counted.
 
     Args:
+        free: the free bytes.
         num_nodes: the number of nodes, N.
         rows: the number of the run's rows. It is below N if only some nodes act at a time.
         processes: number of processes that divide the rows. Each process has its own memory.
@@ -53,16 +46,12 @@ def check_rows(
     Raises:
         ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
     """
-    free = Device(device).free_bytes()
     parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
     each = {"parameters": sum(p.nbytes for p in parameters), "buffers": buffer_bytes}
-    objects = ROW_OBJECTS + PLENTY * TENSOR_OBJECTS * len(parameters)
 
     def needed(row_bytes: int) -> int:
         return rows * row_bytes // processes if is_cut else -(-rows // processes) * row_bytes
 
-    if needed(PLENTY * sum(each.values()) + objects) <= free:
-        return
     each |= _computing(model, strategy)
     once = each["parameters"]  # the current row's gradient
     each["strategy"], shared, servers = _kept(model, strategy, min(num_nodes, MOST_STARTED), buffer_bytes)
@@ -142,48 +131,3 @@ def _kept(model: nn.Module, strategy: Strategy, num_nodes: int, buffer_bytes: in
 
 def _bytes(tensors: dict[str, Tensor]) -> int:
     return sum(x.nbytes for x in tensors.values())
-
-
-def activation_bytes(worker: Worker, batch: Any) -> int:
-    """Return the bytes that autograd keeps between forward and backward on `batch`, without parameters and batch."""
-    batch = worker.to_device(batch)
-    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
-    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        for part in strided_parts(x):
-            storage = part.untyped_storage()
-            if storage.data_ptr() not in own:
-                seen[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
-        worker.loss(batch)
-    return sum(seen.values())
-
-
-def forward_bytes(worker: Worker, batch: Any) -> float:
-    """Return the bytes of activations that a forward pass makes per example; 0 if the model cannot be asked.
-
-    These are the larger of two numbers: what autograd keeps, and the outputs of the innermost modules, which count if
-    a part of the model is frozen.
-    """
-    few = slice_batch(batch, 0, MEASURED)
-    if uncompiled(worker.model) is not worker.model:  # each other size would be compiled
-        return 0.0
-    made = 0
-
-    def note(module: nn.Module, given: Any, out: Any) -> None:
-        nonlocal made
-        made += 0 if next(module.children(), None) else sum(x.nbytes for x in tensors_in(out))
-
-    with preserved_state(worker.device), trying(worker):
-        handle = nn.modules.module.register_module_forward_hook(note)
-        try:
-            kept = activation_bytes(worker, few)
-        except Exception:  # a model may have no loss in evaluation mode; the evaluation says so
-            return 0.0
-        finally:
-            handle.remove()
-    return max(made, kept) / batch_examples(few)

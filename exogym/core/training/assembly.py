@@ -14,6 +14,7 @@ import torch
 
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
+from exogym.core.compute.first_step import forward_bytes
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.progress import notice, warn
@@ -276,8 +277,6 @@ def _evaluated_at_once(options: FitOptions, worker: Worker, batch: Any) -> int:
         return worker.micro_batch_size or options.step_examples
     if getattr(worker.model, "evaluates_in_parts", False):
         return EVALUATION_BATCH
-    from exogym.core.compute.memory import forward_bytes
-
     fit = int(EVALUATION_BYTES // max(1.0, forward_bytes(worker, batch)))
     return max(options.step_examples, min(EVALUATION_BATCH, fit))
 

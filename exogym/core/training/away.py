@@ -14,10 +14,10 @@ from exogym.core.base.devices import Device, one_thread
 from exogym.core.base.rng import preserved_state
 from exogym.core.clock import Clock
 from exogym.core.communicator import Wire
-from exogym.core.compute.memory import check_rows
 from exogym.core.record.history import History
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.placement import run_placed
+from exogym.core.training.workplace import check_memory
 from exogym.errors import Stopped
 
 
@@ -67,7 +67,7 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
     trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
     device = Device.named(options.device).place
-    check_rows(subject.model, options.strategy, device, num_nodes=options.num_nodes, rows=len(wire.ranks))
+    check_memory(subject.model, options.strategy, device, num_nodes=options.num_nodes, rows=len(wire.ranks))
 
     def left() -> Left | None:
         if not wire.is_main:

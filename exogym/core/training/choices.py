@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from exogym.core.base.batches import batch_examples, micro_batches
 from exogym.core.base.devices import Device
-from exogym.core.compute.memory import activation_bytes
+from exogym.core.compute.first_step import activation_bytes
 from exogym.core.compute.parts import MOST_TRIED, Trials, check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice

@@ -13,11 +13,11 @@ import torch
 
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
-from exogym.core.compute.memory import check_rows
 from exogym.core.engine.engines import Engine, EngineOptions, engine_for, place, world_size
 from exogym.core.engine.nodes import Nodes
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, Subject
+from exogym.core.training.workplace import check_memory
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def run_placed(
     found = engine or engine_for(engine_options)
     if found.is_here:
         memories = 1 if found.shares_memory else found.processes(engine_options)
-        check_rows(
+        check_memory(
             subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
             rows=rows_of_run(options, memories, found), is_cut=engine_options.nodes is not None,
         )  # fmt: skip

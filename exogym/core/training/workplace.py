@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
-from exogym.core.base.devices import CPU
+from exogym.core.base.devices import CPU, Device
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_torch, stream_seed
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
 from exogym.core.compute.first_step import look
-from exogym.core.compute.memory import check_rows
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.training.options import FitOptions, Subject
 from exogym.data.stream import Stream, is_factory
+from exogym.strategy.strategy import Strategy
 
+PLENTY, PLENTY_OBJECTS = 32, 15_000  # rows' bytes, and bytes of objects per parameter: more than any strategy keeps
 KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
 
 
@@ -69,7 +70,7 @@ def workplace(
         look(worker, trial(first_batch), second, _alone(options, stream) if normalizes(model) else None)
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.placement.engine is None and options.processes != 1  # which share the memory of the machine
-        check_rows(
+        check_memory(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
             rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=is_split,
         )  # fmt: skip
@@ -77,6 +78,29 @@ def workplace(
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
+
+
+def check_memory(
+    model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
+    is_cut: bool = False, buffer_bytes: int = 0,
+) -> None:  # fmt: skip
+    """Refuse a run that does not fit in memory, before any row is made.
+
+    If the run needs only a small part of the free memory, nothing is counted. The arguments are those of `check_rows`.
+
+    Raises:
+        ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
+    """
+    free, sizes = Device(device).free_bytes(), [p.nbytes for p in model.parameters() if not nn.parameter.is_lazy(p)]
+    row_bytes = PLENTY * (sum(sizes) + buffer_bytes) + PLENTY_OBJECTS * (1 + len(sizes))
+    if rows * row_bytes <= free:
+        return
+    from exogym.core.compute.memory import check_rows
+
+    check_rows(
+        model, strategy, free, num_nodes=num_nodes, rows=rows, processes=processes, is_cut=is_cut,
+        buffer_bytes=buffer_bytes,
+    )  # fmt: skip
 
 
 def _computed_at_once(size: int | None, batch: Any) -> Any:
