@@ -32,10 +32,7 @@ MOST_SIZES = (5, 3)
 MOST_TRIED = 16  # examples
 GPU_EPS = 1e-3  # TF32 keeps 10 bits
 OFF = 1e-3  # relative difference of a batch's loss and its parts' mean, at most
-FREE_TRIALS = 8  # of classes that no trial has had; after these one in TRIAL_STEPS steps
-TRIAL_STEPS = 100
-FIRST_TRIAL, NEXT_TRIAL = 64, 4  # trials of all other changes: after 64, 256, 1024, ... steps
-MOST_CLASSES = 2**16
+FIRST_TRIAL, NEXT_TRIAL = 64, 4  # trials during training: after 64, 256, 1024, ... steps
 DRAWS = "the model draws random numbers in evaluation mode too"
 
 
@@ -56,15 +53,10 @@ def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) 
         ModelError: the gradients differ by more than rounding. The message names the worst parameter.
     """
     batch, keys = _telling(batches)
-    turns = _turns(keys)
-    order = sorted(
-        range(len(keys)), key=lambda k: (turns[k], k)
-    )  # first one example of each target, then a second one, ...
     first, second = SIZES.get(size, MOST_SIZES)
     most = first + second
-    tries = max(1, min(len(order) // (2 * most), MOST_TRIED // most))
-    for k in range(tries):
-        few = sorted(order[k * most : (k + 1) * most], key=lambda example: keys[example])  # equal targets side by side
+    for k in range(max(1, min(len(keys) // (2 * most), MOST_TRIED // most))):
+        few = _varied(keys, k * most, (k + 1) * most)
         if len(few) <= first:
             break
         if not _compare(worker, worker.to_device(take_examples(batch, few)), first, option):
@@ -123,10 +115,10 @@ def _instead(option: str) -> str:
 class Trials:
     """Test during training that the parts of a batch give the batch's loss, with the current row's parameters.
 
-    A trial takes up to 8 examples, in evaluation mode and without gradients, together and in two parts. Trials come
-    where a batch has a class that no trial had (at most one in 100 steps, after the first eight), after 64, 256, 1024,
-    ... steps, and at the end of training (`end`). Steps count over the rows of the process. If a node is several
-    processes, each gathers the model for a trial, as for an evaluation, and there is no trial at the end.
+    A trial takes up to 8 examples of as many targets as possible, in evaluation mode and without gradients, together
+    and in two parts. Trials come after 64, 256, 1024, ... steps, and at the end of training (`end`). Steps count over
+    the rows of the process. If a node is several processes, each gathers the model for a trial, as for an evaluation,
+    and there is no trial at the end.
 
     Args:
         worker: its loss must not be one of torch's, which need no trial.
@@ -138,8 +130,7 @@ class Trials:
         self.worker, self.option = worker, option
         self.first, second = SIZES.get(size, MOST_SIZES)
         self.most = self.first + second
-        self.steps, self.trials, self.next = 0, 0, FIRST_TRIAL
-        self._seen: set[int] = set()
+        self.steps, self.next = 0, FIRST_TRIAL
         self._last: Any = None
         self._is_possible = True
 
@@ -149,50 +140,25 @@ class Trials:
         Raises:
             ModelError: the loss is no mean of its parts' losses.
         """
-        if not self._is_possible:
-            return
         if self.worker.at[0] < 0:  # `check_split` compares the gradients of this batch
-            self._seen |= set().union(*self._classes(batch))
             return
         self.steps += 1
         self._last = batch
-        is_due, is_left = self.steps >= self.next, self.trials < FREE_TRIALS + self.steps // TRIAL_STEPS
-        if not (is_due or is_left):
-            return
-        classes = self._classes(batch)
-        if is_due:
+        if self.steps >= self.next:
             self.next *= NEXT_TRIAL
-        elif all(own <= self._seen for own in classes):
-            return
-        self.trials += not is_due
-        self._try(batch, classes)
+            self._try(batch)
 
     def end(self) -> None:
         """Try the last batch once more, with row 0's parameters. A loss may have changed since the last trial."""
         if self._last is not None and self.worker.devices is None:
             self.worker.point(0)
-            self._try(self._last, self._classes(self._last))
+            self._try(self._last)
         self._last = None
 
-    def _try(self, batch: Any, classes: list[set[int]]) -> None:
-        keys = _keys(batch) or [0.0] * batch_examples(batch)
-        for chosen in self._chosen(classes):
-            if self._is_possible and len(chosen) > self.first:
-                self._seen |= set().union(*(classes[k] for k in chosen))
-                self._compare(take_examples(batch, sorted(chosen, key=lambda k: keys[k])), len(chosen))
-
-    def _chosen(self, classes: list[set[int]]) -> list[list[int]]:
-        """Return the numbers of the examples of each comparison: an example of each new class, beside others."""
-        new, rest = list[int](), list[int]()
-        had = set(self._seen)
-        for k, own in enumerate(classes):
-            (rest if own <= had else new).append(k)
-            had |= own
-        turns = _turns([float(min(own, default=-1)) for own in classes])
-        rest.sort(key=lambda k: turns[k])
-        room = self.most - 1
-        starts = range(0, min(len(new), MOST_TRIED), room) or [0]
-        return [[*new[k : k + room], *rest, *new[:k], *new[k + room :]][: self.most] for k in starts]
+    def _try(self, batch: Any) -> None:
+        few = _varied(_keys(batch) or [0.0] * batch_examples(batch), 0, self.most)
+        if self._is_possible and len(few) > self.first:
+            self._compare(take_examples(batch, few), len(few))
 
     def _compare(self, few: Any, count: int) -> None:
         worker = self.worker
@@ -217,25 +183,6 @@ class Trials:
                 f"{node}: expected {mean:.6g}, got {whole:.6g}. A sum, class weights or pairs inside a batch give "
                 f"other gradients in parts. {_instead(self.option)}"
             )
-
-    def _classes(self, batch: Any) -> list[set[int]]:
-        """Return the classes that each example of a batch has as targets; empty sets if the targets are no classes.
-
-        Each text has new words. If a node is several processes, which send each other the model for a trial, the words
-        are no classes.
-        """
-        total, targets = batch_examples(batch), targets_of(batch)
-        none = [set[int]()] * total
-        if targets is None or targets.is_floating_point() or targets.is_complex():
-            return none
-        if not targets.dim() or len(targets) != total or not targets.numel():
-            return none
-        flat = targets.detach().reshape(total, -1).long().cpu()
-        if flat.shape[1] == 1:
-            return [{k} for k in flat[:, 0].tolist()]
-        if self.worker.devices is not None or int(flat.max()) >= MOST_CLASSES:
-            return none
-        return [set(one[one >= 0].bincount().nonzero()[:, 0].tolist()) for one in flat]
 
 
 def rounding(worker: Worker) -> float:
@@ -289,18 +236,22 @@ def _keys(batch: Any) -> list[float] | None:
     return (flat @ torch.linspace(1, 2, flat.shape[1], dtype=torch.float64)).tolist()
 
 
-def _turns(keys: Sequence[float]) -> list[int]:
-    """Return, for each key, how many equal keys come before it.
+def _varied(keys: Sequence[float], start: int, stop: int) -> list[int]:
+    """Return the numbers of few examples with many targets, equal targets side by side.
 
-    >>> _turns([1.0, 1.0, 3.0, 1.0])
-    [0, 1, 0, 2]
+    The examples are those from `start` to `stop` of an order in which one example of each target comes first, then a
+    second one of each, and so on.
+
+    >>> _varied([1.0, 1.0, 3.0, 1.0], 0, 3)
+    [0, 1, 2]
     """
     seen: Counter[float] = Counter()
     turns = []
     for key in keys:
         turns.append(seen[key])
         seen[key] += 1
-    return turns
+    order = sorted(range(len(keys)), key=lambda k: (turns[k], k))
+    return sorted(order[start:stop], key=lambda k: keys[k])
 
 
 def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
