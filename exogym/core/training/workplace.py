@@ -86,7 +86,7 @@ def check_memory(
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit in memory, before any row is made.
 
-    If the run needs only a small part of the free memory, nothing is counted. The arguments are those of `check_rows`.
+    If the run needs only a small part of the free memory, nothing is counted. `check_rows` describes the arguments.
 
     Raises:
         ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
