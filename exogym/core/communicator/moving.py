@@ -182,7 +182,7 @@ class Moving(Recorder):
     def _mixed(self, x: Tensor, matrix: Tensor, theirs: Mapping[int, Mapping[int, Tensor]]) -> Tensor:
         flat = x.reshape(len(x), -1)
         out = torch.zeros_like(flat)
-        for row, rank in enumerate(self.ranks):
+        for row, rank in enumerate(self.wire.ranks):
             givers = torch.nonzero(matrix[rank]).flatten().tolist()
             if givers == [rank]:
                 out[row] = flat[row] * float(matrix[rank, rank])

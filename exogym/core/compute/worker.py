@@ -229,8 +229,8 @@ class Worker:
         """
         total = batch_examples(batch)
         start, stop = (0, total) if self.devices is None else self.devices.evaluated(total)
-        totals = self.loss.divisor(batch, start, stop)
-        totals = self.weights.totals(self.ask, batch, start, stop) if totals is None else totals
+        known = self.loss.divisor(batch, start, stop)
+        totals = self.weights.totals(self.ask, batch, start, stop) if known is None else known
         part = batch if stop - start == total else slice_batch(batch, start, max(stop, start + 1))
         return (part if stop > start else slice_batch(batch, 0, 1)), totals, stop - start
 
