@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,11 @@ class Trainer(ABC):
     >>> len(trainer.history), trainer.traffic, trainer.clock
     (0, {}, None)
     """
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        if cls is Trainer:
+            raise ArgumentError("Trainer is the base class of all trainers: write LocalTrainer(...)")
+        return super().__new__(cls)
 
     @checked
     def __init__(

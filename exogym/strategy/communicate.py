@@ -40,9 +40,10 @@ import threading
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from exogym.errors import StrategyError, check_choice
+from exogym.errors import ArgumentError, StrategyError, check_choice
 
 __all__ = [
     *("all_gather", "all_reduce", "barrier", "broadcast", "exchange", "gather", "recv", "reduce", "reduce_scatter"),
@@ -84,12 +85,19 @@ def _in_place(kind: str, tensor: Tensor, **options: Any) -> Tensor:
         return tensor.copy_(result)
 
 
+def _check_op(op: str) -> None:
+    if isinstance(op, dist.ReduceOp.RedOpType):
+        word = "mean" if op.name == "AVG" else op.name.lower()
+        raise ArgumentError(f"op=ReduceOp.{op.name} is torch.distributed's: write op={word!r}, one of {OPERATIONS}")
+    check_choice("op", op, OPERATIONS)
+
+
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """Reduce `tensor` over all present nodes, in place. Payload: `tensor.nbytes`.
 
     `op`: "sum" (the default, as in torch), "mean", "max" or "min".
     """
-    check_choice("op", op, OPERATIONS)
+    _check_op(op)
     return _in_place("all_reduce", tensor, op=op)
 
 
@@ -100,7 +108,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
     """Reduce `tensor` over all present nodes, in place on node `dst`. The other nodes' tensors do not change."""
-    check_choice("op", op, OPERATIONS)
+    _check_op(op)
     return _in_place("reduce", tensor, dst=dst, op=op)
 
 
@@ -122,7 +130,7 @@ def scatter(tensors: Tensor, src: int = 0) -> Tensor:
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
     """Reduce an (n, ...) tensor over the n present nodes, and return this node's slice. The k-th node gets slice k."""
-    check_choice("op", op, OPERATIONS)
+    _check_op(op)
     return _meet("reduce_scatter", tensors, op=op).clone()
 
 

@@ -7,6 +7,7 @@ for each other. The strategies of this package act on the rows of many nodes ins
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from exogym.core.base.lazy import absent
 from exogym.core.base.torch_private import bare_step, scale_
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet.layout import hidden_matrices
@@ -30,6 +32,8 @@ from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import arguments_of, defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
+
+__getattr__ = functools.partial(absent, __name__)  # a class that was here
 
 STRATEGIES = ByName()  # a class enters when Python defines it
 

@@ -111,6 +111,25 @@ RETIRED: dict[str, str] = {
     "module.only_means": "set right_in_mean = True",
     "module.skipped": "correct() is called for each step that a node takes",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
+    # Of EXO Gym, the project before this one (docs/coming_from_gym.md).
+    **dict.fromkeys(("optim_spec", "inner_optim_spec"), "write inner_optim="),
+    "DeMoStrategy.optim_spec": "give lr= and weight_decay= to DeMoStrategy itself",
+    "outer_optim_spec": "write outer_optim=",
+    "SPARTAStrategy.p": "write p_sparta=",
+    "async_sparta_delay": "leave it out: nodes average in the step itself",
+    "lr_scheduler_kwargs": "write warmup_steps=100, with lr_scheduler='cosine' if it had cosine_anneal",
+    **dict.fromkeys(
+        ("fit.wandb_project", "fit.run_name"),
+        "write logger=WandbLogger(project=..., name=...), or logger=CSVLogger(PATH) (exogym.logger)",
+    ),
+    "fit.correlation_interval": "leave it out: each record has the nodes' consensus_distance",
+    "fit.log_x_axis": "leave it out: records have steps, examples and bytes; choose the axis where you plot",
+    "fit.kwargs": "leave it out, or give your logger its own fields",
+    **dict.fromkeys(("start_port", "Trainer.start_port"), "leave it out: nodes need no ports"),
+    **dict.fromkeys(("Trainer.device", "Trainer.devices"), "give it to fit()"),
+    "strategy.SimpleReduceStrategy": "import it from exogym.strategy",
+    "module._init_node": "write start(self, fleet, run), and communicate(self, fleet, step) on rows "
+    "(docs/coming_from_gym.md has an example)",
 }
 
 
@@ -146,6 +165,14 @@ MOVED: dict[str, str] = {
     "exogym.core.compute.insides": "exogym.mesh.devices",
     "exogym.core.engine.mesh": "exogym.mesh.wire",
     "exogym.attached.shards": "exogym.mesh.attached",
+    # Of EXO Gym, the project before this one.
+    "exogym.aux": "exogym: fit(device='auto') finds the device",
+    "exogym.strategy.communicate_optimize_strategy": "exogym.strategy",
+    **{f"exogym.strategy.{name}": "exogym.strategy" for name in ("demo_impl", "sparta_diloco")},
+    "exogym.train_node": "exogym.trainer",
+    "exogym.common": "exogym",
+    "exogym.utils": "exogym",
+    "exogym.minibatch_probe": "exogym: fit(max_memory_usage=0.8) finds the minibatch size",
 }  # fmt: skip
 
 

@@ -330,7 +330,7 @@ def _refuse_another_optimizer(strategy: Strategy) -> None:
         name = type(strategy).__name__
         raise StrategyError(
             f"{name} sets self.optim_spec={spec!r}, but the node trains with {type(made).__name__}, "
-            f"lr={made.defaults.get('lr')}: give the optimizer to super().__init__(optim_spec), or build self.optim in "
+            f"lr={made.defaults.get('lr')}: give the optimizer to super().__init__(optimizer), or build self.optim in "
             "_init_node(), after super()._init_node(...)"
         )
 
