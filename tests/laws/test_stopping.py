@@ -1,6 +1,5 @@
 """Law 2 for signals: stopped anywhere, on any layout, and gone on with on another, a run ends in the same bits."""
 
-import contextlib
 import functools
 import itertools
 import mmap
@@ -26,7 +25,6 @@ from exogym.core.saving.checkpoint import list_checkpoints, load
 from exogym.core.training.loop import Interrupt
 from exogym.errors import CheckpointError, Stopped
 from exogym.faults import Faults
-from exogym.logger import CSVLogger
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 from exogym.testing import small_problem
 
@@ -334,22 +332,6 @@ def test_a_signal_to_this_process_while_all_save_since_another_was_asked(tmp_pat
     assert ended(apart(body)) in (130, 143)
     assert len(list_checkpoints(tmp_path)) == 1
     assert outcome(train(**AVERAGES, save_dir=tmp_path, resume=True)) == outcome(train(**AVERAGES))
-
-
-def test_a_log_goes_on_without_gap_or_repetition(tmp_path, send):
-    for at, processes in ((9, 1), (8, 3), (7, 2), (0, 1)):
-        send(at, signal.SIGINT)
-        with contextlib.suppress(KeyboardInterrupt):
-            train(**AVERAGES, processes=processes, save_dir=tmp_path / "run", resume=True,
-                  logger=CSVLogger(tmp_path / "log"))  # fmt: skip
-    train(**AVERAGES, logger=CSVLogger(tmp_path / "whole"))
-
-    def rows(file):
-        lines = [line.split(",") for line in file.read_text().splitlines()]
-        keep = [k for k, name in enumerate(lines[0]) if name in ("step", "node", "train_loss", "val_loss", "tx_bytes")]
-        return [[line[k] for k in keep] for line in lines]
-
-    assert rows(tmp_path / "log") == rows(tmp_path / "whole")
 
 
 # More or fewer steps

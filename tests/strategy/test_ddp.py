@@ -162,29 +162,6 @@ def test_where_a_gradient_is_rounding_noise_adam_tells_two_sums_apart() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_a_parameter_without_gradient_counts_as_zero_and_is_left_alone_where_no_node_has_one(name: str) -> None:
-    cls, arguments = OPTIMIZERS[name]
-    result = train(
-        SimpleReduceStrategy(OptimSpec(cls, **arguments)), [branching_data(0), branching_data(1)], 2, 6, Branching()
-    )
-    model = Branching()
-    untouched = model.never.weight.detach().clone().flatten()
-    optimizer = cls(model.parameters(), **arguments, foreach=False)
-    for step in range(6):
-        optimizer.zero_grad()
-        for node in range(2):
-            x, y = branching_data(node)[step * BATCH : (step + 1) * BATCH]
-            (loss_of(model, x, y) / 2).backward()
-        if step == 0:
-            assert model.second.weight.grad is None  # neither node: not stepped, and no weight decay
-        optimizer.step()
-    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
-    same(result.rows, expected.expand_as(result.rows))
-    assert torch.equal(result.model[14:20], untouched)
-    unlike(result.model[:14], torch.cat([p.detach().flatten() for p in Branching().parameters()])[:14])
-
-
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_a_node_may_meet_a_parameter_late(name: str) -> None:
     """torch's fused SGD fails where only some parameters have a momentum; the node must train all the same."""
     cls, arguments = OPTIMIZERS[name]

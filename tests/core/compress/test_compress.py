@@ -41,19 +41,6 @@ def test_the_bound_is_met_by_the_worst_number() -> None:
     assert (dequantize(codes, scale, 4, 3) - x).abs().max() == 0.5
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8, 16])
-def test_codes_lie_one_after_the_other_from_the_lowest_bit(bits: int) -> None:
-    top = 2 ** (bits - 1) - 1
-    values = torch.arange(-top, top + 1)[:: max(1, top // 10)]
-    values[-1] = top
-    codes, scale = quantize(values[None].float(), bits)
-    assert scale.item() == 1.0
-    stream = int.from_bytes(bytes(codes[0].tolist()), "little")
-    unpacked = [(stream >> (k * bits)) % 2**bits - top for k in range(len(values))]
-    assert unpacked == values.tolist()
-    assert torch.equal(dequantize(codes, scale, bits, len(values)), values[None].float())
-
-
 def test_rows_are_quantised_apart_and_zeros_stay_zero() -> None:
     x = torch.stack([torch.zeros(5), torch.randn(5), torch.randn(5) * 100])
     codes, scale = quantize(x, 6)
@@ -65,12 +52,6 @@ def test_rows_are_quantised_apart_and_zeros_stay_zero() -> None:
     assert torch.equal(dequantize(*quantize(-x, 6), 6, 5), -dequantize(codes, scale, 6, 5))
     empty, scale = quantize(torch.zeros(2, 0), 4)
     assert empty.shape == (2, 0) and dequantize(empty, scale, 4, 0).shape == (2, 0)
-
-
-def test_more_bits_are_closer() -> None:
-    x = torch.randn(1, 500)
-    errors = [float((dequantize(*quantize(x, bits), bits, 500) - x).abs().max()) for bits in BITS]
-    assert errors == sorted(errors, reverse=True) and errors[0] > 1000 * errors[-1]
 
 
 @pytest.mark.parametrize("bits", [0, 1, 9, 15, 32, -4, 4.5, "8"])

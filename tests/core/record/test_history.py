@@ -215,12 +215,6 @@ def test_csv_holds_every_row(history: History, tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["h.csv"]
 
 
-def test_a_csv_that_cannot_be_written(history: History, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ArgumentError, match="cannot be written"):
-        history.to_csv(tmp_path / "file" / "h.csv")
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("old")
@@ -298,11 +292,6 @@ def test_last_is_the_newest_row_of_the_averaged_model(history: History) -> None:
     assert (last["step"], last["val_loss"], last["epsilon"], last["train_loss"]) == (4, 1.25, 0.5, None)
     with pytest.raises(ArgumentError, match="no row of the averaged model yet"):
         History().last  # noqa: B018
-
-
-def test_rows_are_a_list_and_rows_after_come_one_at_a_time(history: History) -> None:
-    assert history.rows() == list(history) and history.rows(2)[-1]["train_loss"] == 8.0
-    assert next(history.rows_after(2))["step"] == 3
 
 
 def test_a_prompt_shows_how_much_it_holds(history: History) -> None:

@@ -219,9 +219,11 @@ def test_a_folder_of_a_living_run_is_refused_and_that_of_a_dead_one_is_taken_ove
             while read_status(tmp_path).get("step", 0) == 0:
                 assert process.poll() is None
                 time.sleep(0.05)
+            assert read_status(tmp_path)["state"] == "running"
             shared = train(tmp_path, save_dir=tmp_path / "another", resume=True)
         finally:
             process.kill()
+    assert read_status(tmp_path)["state"] == "lost" and len(lines(tmp_path / "records.jsonl")) > 3  # whole lines
     assert isinstance(shared.ended, ArgumentError) and f"run_dir={str(tmp_path)!r} is in use" in str(shared.ended)
     assert f"process {process.pid} on this machine" in str(shared.ended)
     assert train(tmp_path, resume=True, batch_size=32, val_interval=None).ended is None
@@ -353,20 +355,6 @@ model, data = small_problem()
 trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
 trainer.fit(DiLoCoStrategy(lr=0.02, H=4), num_nodes=3, max_steps=10**7, device="cpu", run_dir=sys.argv[1])
 """
-
-
-def test_a_killed_run_is_lost_and_its_lines_are_whole(tmp_path):
-    with Started("-c", ENDLESS, tmp_path / "run") as process:
-        try:
-            until = time.monotonic() + 300
-            while read_status(tmp_path / "run").get("step", 0) == 0:
-                assert time.monotonic() < until and process.poll() is None
-                time.sleep(0.05)
-            assert read_status(tmp_path / "run")["state"] == "running"
-        finally:
-            process.kill()
-    assert read_status(tmp_path / "run")["state"] == "lost"
-    assert len(lines(tmp_path / "run" / "records.jsonl")) > 3
 
 
 def test_a_torn_line_of_events_is_cut(tmp_path):

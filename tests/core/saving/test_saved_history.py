@@ -5,13 +5,12 @@ import os
 import shutil
 
 import pytest
-from checkpoints import RUNS, fit, rows, sign, trainer_of
+from checkpoints import RUNS, fit, rows
 
 from exogym import Placement
 from exogym.callbacks import Every
 from exogym.core.record.history import History
 from exogym.core.saving.checkpoint import list_checkpoints, load
-from exogym.errors import CheckpointError
 from exogym.testing import fingerprint
 
 MAKE, OPTIONS = RUNS["local steps fp16"]
@@ -59,14 +58,3 @@ def test_a_history_that_a_callback_changes_is_saved_as_it_is(tmp_path):
     for path in list_checkpoints(tmp_path):
         (row,) = (row for row in read(path) if row["step"] == 1 and row["node"] is None)
         assert row["seen"] == load(path).meta["step"]
-
-
-def test_a_checkpoint_of_another_format_is_one_clear_error(tmp_path):
-    fit(MAKE(), tmp_path, **OPTIONS)
-    for path in list_checkpoints(tmp_path):
-        meta = json.loads((path / "run.json").read_text())
-        sign(path, meta | {"format": meta["format"] - 1})
-    with pytest.raises(
-        CheckpointError, match=r"has format 4, and this version reads format 5: resume with the version"
-    ):
-        fit(MAKE(), tmp_path, trainer_of(), resume=True, **OPTIONS)

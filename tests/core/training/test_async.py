@@ -21,7 +21,6 @@ from problems import (
     BATCH,
     MixedRegressor,
     Regressor,
-    distance,
     factory,
     loss_of,
     put,
@@ -43,9 +42,8 @@ from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, FedAsyncStrategy, HeLoCoStrategy, OptimSpec
-from exogym.strategy.async_diloco import RULES, RuleServer
+from exogym.strategy.async_diloco import RULES
 from exogym.strategy.clocked import ClockedStrategy
-from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 P, SIZE = 57, 57 * 8
@@ -286,64 +284,6 @@ def test_fedbuff_takes_the_step_that_pushes_still_wait_for(period: int) -> None:
             buffer = 0.0
     same(end[True], vector(theta))
     same(end[False], at_last)
-
-
-def test_each_round_costs_a_row_up_and_a_row_down() -> None:
-    options: dict[str, Any] = {"network": FREE, "step_seconds": [3.0, 1.5, 1.0, 0.5], "steps": 18}
-    run = train(AsyncDiLoCoStrategy("sgd", H=4, lr=0.01), **options)
-    taken = np.array([sum(run.trainer.clock.steps[i : i + 1]) for i in range(4)])
-    assert taken.sum() == 4 * 18 and len(set(taken.tolist())) == 4
-    rounds = taken // 4
-    assert run.payload.tolist() == run.tx.tolist() == run.rx.tolist() == (rounds * SIZE).tolist()
-    assert [event.kind for event in run.events].count("push") == rounds.sum()
-    dylu = train(AsyncDiLoCoStrategy("sgd", H=4, lr=0.01, dylu=True), **options)
-    rounds = dylu.trainer.clock.steps // np.array([1, 1, 2, 4])
-    assert dylu.tx.tolist() == (rounds * SIZE).tolist()
-
-
-# The server
-
-
-def by_the_book(rule: str, deltas: Tensor, K: int, eta: float, beta: float, staleness: list[int]) -> Tensor:
-    """The formulas, written down again on (arrivals, P)."""
-    theta, m, A = torch.zeros(3, deltas.shape[1], dtype=deltas.dtype)
-    for t, (delta, s) in enumerate(zip(deltas, staleness, strict=True)):
-        A = A + delta
-        last = (t + 1) % K == 0
-        if rule == "delayed_nesterov" and last:
-            m = beta * m + A / K
-            theta = theta - eta * (beta * m + delta / K)
-        elif rule == "delayed_nesterov":
-            theta = theta - eta * delta / K
-        else:
-            g = {"nesterov": delta / K, "discount": delta / K / (1 + s) ** 0.5, "fedbuff": A / K}[rule]
-            if rule != "fedbuff" or last:
-                m = beta * m + g
-                theta = theta - eta * (g + beta * m)
-        if last:
-            A = torch.zeros_like(A)
-    return theta
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("K", "beta"), [(1, 0.9), (4, 0.9), (3, 0.5), (4, 0.0)])
-def test_the_rules(rule: str, K: int, beta: float) -> None:
-    g = torch.Generator().manual_seed(0)
-    deltas = torch.randn(13, 5, generator=g, dtype=torch.float64)
-    staleness = torch.randint(0, 5, (13,), generator=g).tolist()
-    server = RuleServer([torch.zeros(2).double(), torch.zeros(3).double()], rule, K, 0.7, beta)
-    for delta, s in zip(deltas, staleness, strict=True):
-        server.apply([x.clone() for x in delta.split([2, 3])], s)
-    same(torch.cat(server.theta), by_the_book(rule, deltas, K, 0.7, beta, staleness), 1e-14)
-    assert server.t == 13 and server.version == (13 // K if rule == "fedbuff" else 13)
-    others = [by_the_book(other, deltas, K, 0.7, beta, staleness) for other in RULES if other != rule]
-    different = [other for other in others if distance(other, torch.cat(server.theta)) > 1e-6]
-    assert len(different) >= (1 if K == 1 or beta == 0 else 3)
-    again = RuleServer([torch.ones(2).double(), torch.ones(3).double()], rule, K, 0.7, beta)
-    again.load_state({name: x.clone() for name, x in server.state().items()})
-    for one in (server, again):
-        one.apply([torch.ones(2).double(), torch.ones(3).double()])
-    assert torch.equal(torch.cat(server.theta), torch.cat(again.theta)) and again.version == server.version
 
 
 # Against a loop in plain torch
@@ -773,11 +713,6 @@ def test_a_loss_that_is_no_number_names_its_node() -> None:
     trainer = LocalTrainer(Regressor(), factory(data), loss_fn=nn.functional.mse_loss)
     with pytest.raises(TrainingError, match="node 1 became nan at its step 3"):
         trainer.fit(AsyncDiLoCoStrategy(H=4, lr=0.01), num_nodes=3, max_steps=9, batch_size=BATCH, shuffle=False)
-
-
-def test_by_name() -> None:
-    strategy = parse_strategy("async_diloco:H=20:dylu=true:rule=nesterov", outer_lr=0.2, lr=0.01)
-    assert isinstance(strategy, AsyncDiLoCoStrategy) and strategy.dylu and strategy.outer_lr == 0.2
 
 
 # What it is for
