@@ -40,7 +40,6 @@ def same_random_state() -> None:
 TRIALS_S = {
     "exogym.study.compare.forecast": ("TRIAL_S", 0.0),
     "exogym.study.compare.estimate": ("TRIAL_S", 0.05),
-    "exogym.machines.remote.facts": ("MEASURED_S", 0.0),
 }
 
 

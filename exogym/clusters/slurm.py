@@ -1,4 +1,4 @@
-"""Write a job script for SLURM, and submit it.
+"""Write a job script for SLURM.
 
 On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the machine's processes.
 Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from exogym.clusters.words import MEMORY, NAME, TIME, check_arguments, check_word
-from exogym.errors import ArgumentError, ExoGymError, check_count, check_port
+from exogym.errors import ArgumentError, check_count, check_port
 
 NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63"
 TEMPLATE = """\
@@ -139,32 +137,3 @@ def job_script(job: SlurmJob) -> str:
         python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes, restarts=job.restarts,
         port=job.port or "$((20000 + SLURM_JOB_ID % 10000))", command=shlex.join([script, *job.arguments]),
     )  # fmt: skip
-
-
-def submit(script: Path, job: SlurmJob) -> int:
-    """Submit a job to SLURM and return its number.
-
-    Raises:
-        ArgumentError: SLURM rejects the job, for example because of an unknown partition.
-        ExoGymError: this machine has no SLURM, or SLURM does not answer.
-    """
-    if not Path(job.folder, job.script).is_file():
-        raise ArgumentError(f"script={job.script!r} does not exist in {job.folder!r}: give the path of a Python file")
-    for more in (["--test-only"], ["--parsable"]):
-        done = _slurm("sbatch", f"--chdir={job.folder}", *more, "--", str(script))
-        if done.returncode:
-            raise ArgumentError(f"SLURM rejects the job: {_said(done)}")
-    return int(done.stdout.strip().partition(";")[0])
-
-
-def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    except FileNotFoundError:
-        raise ExoGymError(f"this machine has no {words[0]}: submit from a machine of the SLURM cluster") from None
-    except subprocess.TimeoutExpired:
-        raise ExoGymError(f"SLURM did not answer {words[0]} within 60 s: look at squeue, then try again") from None
-
-
-def _said(done: subprocess.CompletedProcess[str]) -> str:
-    return " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"

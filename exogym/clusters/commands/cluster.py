@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from exogym.cli.values import Debug
-from exogym.clusters import Pods, SlurmJob, dockerfile, job_script, manifests, submit
+from exogym.clusters import Pods, SlurmJob, dockerfile, job_script, manifests
 from exogym.clusters.kubernetes import document
 from exogym.errors import ArgumentError
 from exogym.progress import notice
@@ -74,10 +74,9 @@ def slurm(
     python: Annotated[str, typer.Option(metavar="PATH", help="Python on the machines.")] = sys.executable,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the script runs.")] = Path("."),
     out: Annotated[Path, typer.Option(metavar="FILE", help="File for the job script.")] = Path("job.sh"),
-    submit_it: Annotated[bool, typer.Option("--submit", help="Submit the job after SLURM has checked it.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Write a job script for SLURM, and submit it with --submit.
+    """Write a job script for SLURM.
 
     SLURM may preempt the job, so your script must call fit(save_dir=..., resume=True). All machines must share the
     folder, Python and save_dir.
@@ -85,16 +84,10 @@ def slurm(
     job = SlurmJob(
         script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
         partition=partition, account=account, qos=qos, cpus=cpus, gpus=gpus, memory=memory, before_s=before, port=port,
-        restarts=restarts,
-        python=python, folder=os.path.abspath(folder),
+        restarts=restarts, python=python, folder=os.path.abspath(folder),
     )  # fmt: skip
     _write(out, job_script(job))
-    if submit_it:
-        number = submit(out, job)
-        print(number)
-        notice(f"submitted; squeue --job {number} shows its state, and scancel {number} ends it")
-    else:
-        notice(f"written: {out}; submit it with sbatch {out}")
+    notice(f"written: {out}; submit it with sbatch {out}")
 
 
 @app.command("kubernetes", cls=_OfScript, context_settings=WORDS)

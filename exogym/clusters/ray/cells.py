@@ -14,7 +14,6 @@ from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, machines
 from exogym.core.base.devices import CPU
-from exogym.core.base.locks import BEAT_S
 from exogym.errors import ArgumentError
 from exogym.files import beside, temporary_folder
 from exogym.study.cells import Cell
@@ -22,6 +21,7 @@ from exogym.study.compare.folder import OUTCOME
 
 Files = dict[str, bytes]  # contents by path in a folder
 TRIES = 3  # attempts for a cell whose machine is lost
+LOOK_S = 15.0  # longest wait for a cell's end: the sweep's lock needs a heartbeat now and then
 
 
 class ClusterPool:
@@ -58,7 +58,7 @@ class ClusterPool:
         return run
 
     def ended(self, running: Sequence[Any]) -> Iterator[tuple[Any, str]]:
-        for run in self.ray.wait(list(running), num_returns=1, timeout=BEAT_S)[0]:
+        for run in self.ray.wait(list(running), num_returns=1, timeout=LOOK_S)[0]:
             try:
                 _write(self.folders[run], self.ray.get(run))
                 yield run, ""

@@ -7,15 +7,17 @@ who reaches a cluster's ports and has its token can run any code there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from exogym.errors import ArgumentError, WorkerError
+from exogym.machines.remote.onhost import probe
 from exogym.progress import notice
 
 ANSWER_S = 5.0  # seconds for a connection to the address
@@ -146,37 +148,30 @@ def no_room(need: Mapping[str, float], processes: int) -> ArgumentError:
 def looker() -> Callable[[], dict[str, str | None]]:
     """Return a function that returns the versions of Python, torch and ExoGym in the process that calls it.
 
-    Ray sends the function's code, so that process does not need ExoGym.
+    Its code can be sent to a process without ExoGym: see `by_value`.
     """
+    packages, package_sum = probe.packages, probe.package_sum
 
     def look() -> dict[str, str | None]:
-        import hashlib
-        import importlib.metadata
-        import importlib.util
-        import os
         import sys
 
-        def version(name: str) -> str | None:
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                return None
-
-        spec, own = importlib.util.find_spec("exogym"), None
-        if spec is not None and spec.submodule_search_locations:
-            digest = hashlib.sha256()
-            for top in sorted(spec.submodule_search_locations):
-                for folder, folders, files in os.walk(top):
-                    folders.sort()
-                    for name in sorted(file for file in files if file.endswith(".py")):
-                        path = os.path.join(folder, name)
-                        digest.update(os.path.relpath(path, top).encode())
-                        with open(path, "rb") as file:
-                            digest.update(file.read())
-            own = f"{version('exogym') or 'not installed'} (sources {digest.hexdigest()[:12]})"
-        return {"Python": "{}.{}".format(*sys.version_info), "torch": version("torch"), "exogym": own}
+        found, code = packages(["torch", "exogym"]), package_sum("exogym")
+        own = None if code is None else f"{found['exogym'] or 'not installed'} (sources {code})"
+        return {"Python": "{}.{}".format(*sys.version_info), "torch": found["torch"], "exogym": own}
 
     return look
+
+
+@contextlib.contextmanager
+def by_value() -> Iterator[None]:
+    """Inside, Ray sends the code of `looker`'s function, because the other process may not have ExoGym."""
+    import ray.cloudpickle
+
+    ray.cloudpickle.register_pickle_by_value(probe)
+    try:
+        yield
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(probe)
 
 
 def check_machines(places: Sequence[tuple[str, Any]]) -> None:
@@ -201,7 +196,9 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
 
     task = ray.remote(look_on_machine)
     try:
-        found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()])
+        with by_value():
+            asked = [task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()]
+        found = ray.get(asked)
     except ray.exceptions.RuntimeEnvSetupError as error:
         raise ArgumentError(f"Ray could not set up runtime_env on the cluster's machines: {error}") from error
     except ray.exceptions.RayError as error:

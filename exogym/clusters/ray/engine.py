@@ -19,9 +19,7 @@ from typing import Any
 from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, no_room, room
 from exogym.communicator import Wire
 from exogym.core.base.devices import CPU
-from exogym.core.combinations import check
-from exogym.core.engine import EngineOptions, Moved, Result, world_size
-from exogym.core.engine.reports import held, unpacked
+from exogym.core.engine import EngineOptions, Moved, Result
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
 
 POLL_S, LOOK_S = 0.2, 2.0  # seconds between looks at the processes, and at the free room
@@ -67,9 +65,6 @@ class Ray:
         return options.engine == "ray"
 
     def processes(self, options: EngineOptions) -> int:
-        if (world := world_size()) > 1:
-            launched = {"processes of a launcher": f"a script that runs as {world} processes"}
-            check({"engine": "engine='ray'"} | launched)
         connect(self.address, self.runtime_env)
         need = _need(options)
         asked = options.processes if isinstance(options.processes, int) and options.processes > 1 else None
@@ -234,12 +229,14 @@ class _Watch:
 
     def _cause(self) -> BaseException | None:
         """Return why the run has failed, if known. A process that only misses another one is not the cause."""
+        from exogym.clusters.ray.seat import error_of
+
         for process, end in sorted(self.ended.items()):
-            who = f"worker process {process} ({held(self.options.placement[process])})"
+            who = f"worker process {process}"
             if end[0] == "gone":
                 return WorkerError(f"{who} is lost: {_first_lines(end[1])}; earlier checkpoints are valid")
             if end[0] == "error":
-                return unpacked(end[1], end[2], who)
+                return error_of(end, who)
         return None
 
     def _look_for_room(self) -> None:

@@ -8,11 +8,8 @@ processes are connected.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
-import socket
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,14 +22,14 @@ import torch.distributed as dist
 from exogym.core.base.devices import CPU, Device
 from exogym.core.base.shelf import LineStore, Shelf
 from exogym.core.engine.hangs import watched
-from exogym.core.engine.reports import packed
+from exogym.core.engine.reports import packed, unpacked
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_group, leave_group
 from exogym.errors import ArgumentError, Stopped, WorkerError
+from exogym.machines.remote.onhost.interfaces import interface_of
 
 Result = TypeVar("Result")
 FOREVER = timedelta(days=30)  # the process that called `fit` detects processes that wait too long
-SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
 
 class Unreachable(WorkerError):
@@ -114,6 +111,11 @@ class Seat:
             return "error", *packed(error)
 
 
+def error_of(end: tuple[Any, ...], who: str) -> BaseException:
+    """Return the error of a process whose `train` returned ("error", ...), with a note that names the process."""
+    return unpacked(*end[1:], who)
+
+
 def _loaded(work: bytes) -> Callable[[ProcessWire], Any]:
     import ray.cloudpickle
 
@@ -138,7 +140,8 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
             store.fail(f"the first process of the run cannot be reached: {error}")
 
     store = LineStore(say)
-    if name := interface_of(ray.util.get_node_ip_address()):
+    with contextlib.suppress(LookupError):  # then gloo chooses an interface itself
+        name = interface_of(ray.util.get_node_ip_address(), is_loopback=True)
         os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     device = Device.named("auto" if seating.on_gpu else CPU)
     if seating.on_gpu:
@@ -154,18 +157,3 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
     finally:
         with contextlib.suppress(RuntimeError):
             leave_group()
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface with this IPv4 address, or None if no interface has it.
-
-    >>> interface_of("127.0.0.1"), interface_of("192.0.2.77")
-    ('lo', None)
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                found = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None

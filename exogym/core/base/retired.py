@@ -87,6 +87,9 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(
         ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
     ),
+    **dict.fromkeys(("clusters.submit", "slurm.submit"), "run SLURM's sbatch job.sh"),
+    **dict.fromkeys(("WhisperModelWrapper.task", "load_pretrained.task"), "the model transcribes: leave it out"),
+    "speech.most_labels": "clips with over 448 labels, Whisper's limit, are left out",
     **dict.fromkeys(("clusters.status_of", "cluster.status"), "use SLURM's squeue --job NUMBER"),
     **dict.fromkeys(("clusters.log_of", "cluster.logs"), "read the job's log file, exogym-NUMBER.log"),
     **dict.fromkeys(("clusters.cancel", "cluster.cancel"), "use SLURM's scancel NUMBER"),

@@ -13,7 +13,9 @@ from exogym.callbacks import Callback
 from exogym.core.base.devices import Device, one_thread
 from exogym.core.base.rng import preserved_state
 from exogym.core.clock import Clock
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
+from exogym.core.engine import world_size
 from exogym.core.record.history import History
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.placement import run_placed
@@ -39,7 +41,14 @@ class Left:
 
 
 def send(trainer: Any, options: FitOptions, device: torch.device) -> None:
-    """Train a `LocalTrainer`'s model in the engine's own processes, and store the results in the trainer."""
+    """Train a `LocalTrainer`'s model in the engine's own processes, and store the results in the trainer.
+
+    Raises:
+        ArgumentError: a launcher started this script in several processes, and each would start the engine's own.
+    """
+    if (world := world_size()) > 1:
+        launched = {"processes of a launcher": f"a script that runs as {world} processes"}
+        check({"engine": f"engine={options.placement.engine!r}"} | launched)
     engine = None if isinstance(options.placement.engine, str) else options.placement.engine
     body = functools.partial(_train, type(trainer), trainer.subject, trainer.max_stretch)
     try:

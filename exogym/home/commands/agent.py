@@ -43,17 +43,16 @@ def agent(
     """Let exogym discover and exogym wizard find this computer, until Ctrl-C.
 
     Before pairing, other computers see only this computer's name. To pair, type the code shown here on another
-    computer. That computer may then log in over SSH as this user, and learns this computer's device, memory, speed and
-    versions.
+    computer. That computer may then log in over SSH as this user.
     """
     needs_packages()
-    from exogym.home.discovery import Agent, announced, facts
+    from exogym.home.discovery import Agent, announced
     from exogym.home.discovery.announcing import own_address, plain_name
 
     where = own_address(address)
     waiting = Agent(
         plain_name(name or socket.gethostname()), where, port, user=getpass.getuser(), ssh_port=ssh_port,
-        authorized_keys=authorized_keys, facts=facts(), show=lambda line: print(line, flush=True),
+        authorized_keys=authorized_keys, show=lambda line: print(line, flush=True),
     )  # fmt: skip
     try:
         with announced(waiting.name, where, waiting.port) as final:

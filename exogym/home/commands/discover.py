@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,13 +18,10 @@ from exogym.cli.asking import console_on
 from exogym.cli.values import KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.home.commands.agent import PORT, needs_packages
-from exogym.progress import readable_bytes
-from exogym.remote import Host, HostsConfig
+from exogym.remote import HostsConfig
 
 if TYPE_CHECKING:
     from exogym.home.discovery import Found
-
-AT_ONCE = 16  # computers asked at the same time
 
 
 def discover(
@@ -49,8 +45,7 @@ def discover(
 ) -> None:
     """List the computers that run exogym agent, or pair with one.
 
-    Computers in the hosts file report their device and versions over SSH. --pair adds the named computer to the hosts
-    file after you type the code that the named computer shows.
+    --pair adds the named computer to the hosts file after you type the code that the named computer shows.
     """
     needs_packages()
     if seconds <= 0:
@@ -67,29 +62,14 @@ def discover(
         typed = code or typer.prompt(f"Code that {target.name} at {target.address} shows")
         paired = pair(target.address, target.port, typed, key)
         enrol(paired, hosts, key, ssh_config)
-        print(f"paired with {paired.name}: {described(paired.facts)}; added to {hosts}")
+        print(f"paired with {paired.name}; added to {hosts}")
         return
-    known = {host.address: host for host in HostsConfig.load(hosts).hosts} if os.path.exists(hosts) else {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        rows = list(pool.map(lambda one: _row(one, known.get(one.address)), found))
+    known = {host.address for host in HostsConfig.load(hosts).hosts} if os.path.exists(hosts) else set()
+    rows = [asdict(one) | {"paired": one.address in known} for one in found]
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         show(rows)
-
-
-def _row(found: Found, host: Host | None) -> dict[str, Any]:
-    """Return an agent's row of the table. For a `host` of the hosts file, add the facts it reports over SSH."""
-    from exogym.machines.remote.facts import cleaned
-    from exogym.machines.remote.inquiry import ask
-
-    row = asdict(found) | {"paired": False, "facts": {}, "trouble": None}
-    if host is None:
-        return row
-    try:
-        return row | {"facts": cleaned(ask(host, "facts")), "paired": True}
-    except ExoGymError as error:
-        return row | {"trouble": str(error)}
 
 
 def agents(seconds: float, places: Sequence[str]) -> list[Found]:
@@ -138,20 +118,6 @@ def chosen(found: Sequence[Found], name: str) -> Found:
     return alike[0]
 
 
-def described(facts: dict[str, Any]) -> str:
-    """Return a paired computer's facts as one line of text.
-
-    >>> described({"device": "cpu", "cores": 8, "memory_bytes": 16e9, "speed_flops": 2e11, "torch": "2.13.0"})
-    'cpu, 8 cores, 16 GB, 200 GFLOP/s, torch 2.13.0'
-    """
-    parts = [str(facts["device"])] if "device" in facts else []
-    parts += [f"{facts['cores']:.0f} cores"] if "cores" in facts else []
-    parts += [readable_bytes(facts["memory_bytes"])] if "memory_bytes" in facts else []
-    parts += [f"{facts['speed_flops'] / 1e9:.3g} GFLOP/s"] if "speed_flops" in facts else []
-    parts += [f"{name} {facts[name]}" for name in ("exogym", "torch", "python") if name in facts]
-    return ", ".join([*parts, *([facts["system"]] if "system" in facts else [])])
-
-
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table of the computers."""
     console = console_on(sys.stdout)
@@ -166,8 +132,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         state = "ready; exogym discover --pair to use it" if row["answers"] else "announced, but does not answer"
         if row["paired"]:
-            state = f"paired: {described(row['facts'])}"
-        elif row["trouble"]:
-            state = f"is in the hosts file, but: {row['trouble']}"
+            state = "in the hosts file; exogym doctor checks it"
         table.add_row(Text(row["name"]), Text(f"{row['address']}:{row['port']}"), Text(state))
     console.print(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from exogym.cli.asking import Asker, say
 from exogym.errors import ArgumentError
 from exogym.home.commands.agent import needs_packages
-from exogym.home.commands.discover import agents, chosen, described
+from exogym.home.commands.discover import agents, chosen
 from exogym.progress import notice
 from exogym.remote import HostsConfig
 
@@ -100,7 +100,7 @@ class Finder:
                     raise
                 notice(str(error))
         enrol(paired, self.file, self.key, self.ssh_config)
-        say(f"paired with {one.name}: {described(paired.facts)}")
+        say(f"paired with {one.name}")
 
     def _add_this(self) -> None:
         from exogym.home.discovery.announcing import own_address

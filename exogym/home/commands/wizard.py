@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, check_choice, needs
 from exogym.files import write_json
 from exogym.home.commands.finding import Finder
 from exogym.home.wizard import Proposal, Taken, WizardRun, make_session, propose
-from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
+from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
 from exogym.network import Network
@@ -315,8 +315,8 @@ class Preparing:
         assert self._network is not None and self._network.measurement is not None
         write_json(place.folder / MEASURED, self._network.measurement.describe())
         session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
-        say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
-        say(f"to repeat the run, in that folder: {session.command}; or python {SCRIPT}")
+        say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}")
+        say(f"to repeat the run, in that folder: {session.command}")
         return session
 
     def _fields(self, plan: Proposal) -> dict[str, Any]:

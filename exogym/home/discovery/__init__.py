@@ -12,7 +12,7 @@ In this example one computer runs an agent, and on another computer somebody typ
 
 >>> import getpass
 >>> def wait_here(name: str, address: str) -> None:
-...     agent = Agent(name, address, 0, user=getpass.getuser(), facts=facts())
+...     agent = Agent(name, address, 0, user=getpass.getuser())
 ...     with announced(name, address, agent.port):
 ...         agent.serve()
 >>> def take_in(code: str, key: str):
@@ -28,6 +28,5 @@ exogym.errors.ArgumentError: ...
 from exogym.home.discovery.agent import Agent
 from exogym.home.discovery.announcing import Found, announced, find
 from exogym.home.discovery.pairing import Paired, enrol, pair
-from exogym.machines.remote.facts import facts
 
-__all__ = ["Agent", "Found", "Paired", "announced", "enrol", "facts", "find", "pair"]
+__all__ = ["Agent", "Found", "Paired", "announced", "enrol", "find", "pair"]

@@ -40,7 +40,6 @@ class Agent:
         user, ssh_port: this computer's user and SSH port, with which paired computers log in. The agent reads the SSH
             server's host keys when it is created.
         authorized_keys: the SSH file that permits logins. The agent adds a line for each paired computer.
-        facts: facts about this computer, which paired callers receive.
         show: called with each line of text for the person at this computer.
 
     Raises:
@@ -56,7 +55,6 @@ class Agent:
         user: str,
         ssh_port: int = 22,
         authorized_keys: str = login.AUTHORIZED_KEYS,
-        facts: dict[str, Any] | None = None,
         show: Callable[[str], None] = print,
     ):
         self.name, self.address, self.show = name, address, show
@@ -64,7 +62,7 @@ class Agent:
             "user": user, "ssh_port": ssh_port, "host_keys": login.host_keys(address, ssh_port),
             "python": sys.executable,
         }  # fmt: skip
-        self._authorized_keys, self._facts = authorized_keys, facts or {}
+        self._authorized_keys = authorized_keys
         try:
             self._listener = listen(address, port)
         except OSError as error:
@@ -175,7 +173,7 @@ class Agent:
         else:
             how = f"your own line in {where} already admits its key, so the file stays as it is"
         self.show(f"paired with {name} at {address}: {how}")
-        return {**self._login, "facts": self._facts}
+        return self._login
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -201,15 +201,15 @@ def asked(place: tuple[str, str, int]) -> Found:
         return Found(name, address, port, False)
 
 
-def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
+def name_at(address: str, port: int) -> str:
     """Ask the agent at an address for its name.
 
     Raises:
         OSError: nothing answers.
         PairingError: the answer is not an agent's answer, or comes too late.
     """
-    with socket.create_connection((address, port), timeout=seconds) as connection:
-        line = Messages(connection, seconds)
+    with socket.create_connection((address, port), timeout=ASK_S) as connection:
+        line = Messages(connection, ASK_S)
         line.tell({"exogym": VERSION, "want": "name"})
         return told_name(line.hear())
 

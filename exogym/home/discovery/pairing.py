@@ -26,7 +26,6 @@ from exogym.home.discovery.channel import (
     refusal,
     typed_code,
 )
-from exogym.machines.remote.facts import cleaned
 from exogym.machines.remote.inquiry import ask
 from exogym.progress import notice
 from exogym.remote import Host, HostsConfig
@@ -43,13 +42,11 @@ class Paired:
         name: the agent's name.
         entry: the computer's entry for a hosts file.
         host_keys: keys of the computer's SSH server, each "KIND BASE64".
-        facts: the computer's facts (see `exogym.machines.remote.facts`).
     """
 
     name: str
     entry: dict[str, Any]
     host_keys: tuple[str, ...]
-    facts: dict[str, Any]
 
 
 def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
@@ -109,7 +106,7 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
         known = tuple(login.public_key(key) for key in keys)
     except ArgumentError as error:
         raise PairingError(f"{name} at {address} sent unusable data: {error}") from None
-    return Paired(name, entry, known, cleaned(answer.get("facts")))
+    return Paired(name, entry, known)
 
 
 def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_config: str | None = None) -> Host:

@@ -59,21 +59,21 @@ def one_channel(samples: Any, rate: int) -> np.ndarray:
     return resample(found.astype(np.float32), rate)
 
 
-def resample(samples: np.ndarray, rate: int, to: int = SAMPLE_RATE) -> np.ndarray:
-    """Convert samples (n,) from the rate `rate` to the rate `to`.
+def resample(samples: np.ndarray, rate: int) -> np.ndarray:
+    """Convert samples (n,) from the rate `rate` to 16 kHz.
 
     The function cuts the Fourier spectrum or fills it up with zeros. Then it transforms the spectrum back at the new
-    length ceil(n to / rate). Only frequencies below half of both rates remain.
+    length ceil(16,000 n / rate). Only frequencies below half of both rates remain.
 
     >>> tone = lambda rate: np.sin(2 * np.pi * 440 * np.arange(rate // 5) / rate).astype(np.float32)
     >>> bool(np.abs(resample(tone(44_100), 44_100)[500:-500] - tone(16_000)[500:-500]).max() < 0.01)
     True
     """
-    if rate == to or not len(samples):
+    if rate == SAMPLE_RATE or not len(samples):
         return samples
-    common = math.gcd(rate, to)
-    old, new = rate // common, to // common
+    common = math.gcd(rate, SAMPLE_RATE)
+    old, new = rate // common, SAMPLE_RATE // common
     blocks = math.ceil((len(samples) + EDGE_S * rate) / old)
     spectrum = np.fft.rfft(samples, n=blocks * old)
     found = np.fft.irfft(spectrum[: blocks * new // 2 + 1], n=blocks * new) * (new / old)
-    return found[: math.ceil(len(samples) * to / rate)].astype(np.float32)
+    return found[: math.ceil(len(samples) * SAMPLE_RATE / rate)].astype(np.float32)

@@ -105,7 +105,7 @@ class Speech:
 
 
 @checked
-def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_labels: int = MOST_LABELS) -> Speech:
+def speech(data: Any, encode: Encode, *, window_s: float | None = None) -> Speech:
     """Read speech and convert it to 16 kHz and one channel.
 
     Args:
@@ -115,11 +115,10 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
         encode: function of (text, seconds) that returns the labels, such as `encode` of Whisper's `Tokens`.
         window_s: the window's length in seconds. Longer clips are left out. Default: a second more than the longest
             clip, in whole seconds, up to 30.
-        most_labels: leave out clips with more labels.
 
     The manifest or the data set names the validation clips. Otherwise a random fifth of the clips is for validation,
     always the same fifth. ExoGym leaves out, and reports, clips that are longer than the window, empty (under 0.1 s, or
-    silence), without words, with too many labels, or unreadable.
+    silence), without words, with over 448 labels, or unreadable.
 
     Raises:
         DataError: the data do not exist, the manifest cannot be read or names a file outside its folder, or no clip is
@@ -140,7 +139,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             why = f"unreadable ({error})"
         if why is None:
             ids = encode(entry.text, seconds)
-            why = None if len(ids) <= most_labels else f"with over {most_labels} labels"
+            why = None if len(ids) <= MOST_LABELS else f"with over {MOST_LABELS} labels"
         if why is not None:
             kind = why.partition(" (")[0]
             left_out[kind] += 1

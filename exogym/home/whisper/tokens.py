@@ -8,32 +8,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import check_regular
-from exogym.errors import ArgumentError, DataError, check_choice, needs
+from exogym.errors import ArgumentError, DataError, needs
+from exogym.files import regular_text
 from exogym.models.pretrained import byte_tokenizer
 
 SECONDS_PER_STAMP, STAMPS = 0.02, 1501  # <|0.00|> to <|30.00|>
 MULTILINGUAL_SIZE = 51_865  # from so many rows of the embedding on Whisper knows languages
-TASKS = ("transcribe", "translate")
 
 
 class Tokens:
     """Convert between text and token ids with Whisper's vocabulary, and make the decoder's prompt.
 
-    The prompt begins with <|startoftranscript|>. A multilingual model's prompt then has the language and the task.
-    Without timestamps the prompt ends with <|notimestamps|>. The labels of a text are the rest of the prompt after
-    <|startoftranscript|>, then a space and the text, then <|endoftext|>. With timestamps the token <|0.00|> comes
-    before the text. After the text comes the token of the clip's length, in steps of 0.02 s. The ids of times follow
-    the id of <|notimestamps|>. A tokenizer may lack the times, so its length does not give the size of the vocabulary.
+    The prompt begins with <|startoftranscript|>. A multilingual model's prompt then has the language and
+    <|transcribe|>. Without timestamps the prompt ends with <|notimestamps|>. The labels of a text are the rest of the
+    prompt after <|startoftranscript|>, then a space and the text, then <|endoftext|>. With timestamps the token
+    <|0.00|> comes before the text. After the text comes the token of the clip's length, in steps of 0.02 s. The ids of
+    times follow the id of <|notimestamps|>. A tokenizer may lack the times, so its length does not give the size of the
+    vocabulary.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
         language: the language's code, such as "de". A model with fewer than 51,865 tokens knows only English.
-        task: "transcribe", or "translate" (into English).
         timestamps: whether labels and transcripts have times.
 
     Raises:
-        ArgumentError: the model does not know the language or the task, or the tokenizer is not Whisper's.
+        ArgumentError: the model does not know the language, or the tokenizer is not Whisper's.
 
     >>> from exogym.home.whisper.tokens import byte_tokens
     >>> tokens = Tokens(byte_tokens().tokenizer)
@@ -41,29 +40,20 @@ class Tokens:
     'how now'
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        language: str = "en",
-        task: str = "transcribe",
-        timestamps: bool = False,
-    ):
-        self.tokenizer, self.timestamps = tokenizer, timestamps
-        self.language, self.task = language, task
-        check_choice("task", task, TASKS)
+    def __init__(self, tokenizer: Any, *, language: str = "en", timestamps: bool = False):
+        self.tokenizer, self.timestamps, self.language = tokenizer, timestamps, language
         self.end, self.start = self._id("<|endoftext|>"), self._id("<|startoftranscript|>")
         self.no_times = self._id("<|notimestamps|>")
         self.first_time = self.no_times + 1
         self.multilingual = self.size >= MULTILINGUAL_SIZE
-        if not self.multilingual and (language, task) != ("en", "transcribe"):
+        if not self.multilingual and language != "en":
             raise ArgumentError(
-                f"language={language!r}, task={task!r}: an English-only model can only transcribe English; take a "
-                "multilingual model (without .en in its name)"
+                f"language={language!r}: an English-only model can only transcribe English; take a multilingual model "
+                "(without .en in its name)"
             )
         self.prompt = [self.start]
         if self.multilingual:
-            self.prompt += [self._id(f"<|{language}|>"), self._id(f"<|{task}|>")]
+            self.prompt += [self._id(f"<|{language}|>"), self._id("<|transcribe|>")]
         if not timestamps:
             self.prompt.append(self.no_times)
 
@@ -107,8 +97,7 @@ def file_tokens(path: Path, **options: Any) -> Tokens:
     """
     tokenizers = needs("tokenizers", "whisper")
     try:
-        check_regular(path)
-        return Tokens(tokenizers.Tokenizer.from_file(str(path)), **options)
+        return Tokens(tokenizers.Tokenizer.from_str(regular_text(path)), **options)
     except ArgumentError:
         raise
     except Exception as error:

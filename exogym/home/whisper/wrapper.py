@@ -45,7 +45,7 @@ class WhisperModelWrapper(nn.Module):
         gradient_checkpointing: compute the layers twice instead of storing their outputs. This takes less memory and
             gives the same bits.
         word_errors: also transcribe the clips of an evaluation, and return their word error rate as `wer`.
-        language, task, timestamps: options of `Tokens`.
+        language, timestamps: options of `Tokens`.
 
     Raises:
         ArgumentError: the processor or the language does not fit the model, or a size is impossible.
@@ -65,13 +65,12 @@ class WhisperModelWrapper(nn.Module):
         gradient_checkpointing: bool = False,
         word_errors: bool = False,
         language: str = "en",
-        task: str = "transcribe",
         timestamps: bool = False,
     ):
         super().__init__()
         known = isinstance(processor, Pretrained)
         found = processor if known else of_transformers(
-            whisper_model, processor, language=language, task=task, timestamps=timestamps
+            whisper_model, processor, language=language, timestamps=timestamps
         )  # fmt: skip
         self.tokens: Tokens = found.tokens
         self._suppressed = found.suppressed, found.suppressed_first
@@ -98,7 +97,7 @@ class WhisperModelWrapper(nn.Module):
     @classmethod
     def from_weights(cls, weights: str | os.PathLike[str] | None = None, **options: Any) -> WhisperModelWrapper:
         """Return a wrapper of the model that `load_pretrained(weights)` returns, with the class's `options`."""
-        own = {name: options.pop(name) for name in ("language", "task", "timestamps") if name in options}
+        own = {name: options.pop(name) for name in ("language", "timestamps") if name in options}
         found = load_pretrained(weights, **own)
         return cls(found.model, found, **options)
 

@@ -21,15 +21,8 @@ folder with which the run can be repeated:
 training took 5 s, estimated 10 s, 50 % less; 20 s with starting and copying
 """
 
-from typing import TYPE_CHECKING
-
-from exogym.core.base.lazy import lazily
+from exogym.home.wizard.leaving import hand_over
+from exogym.home.wizard.proposal import Proposal, propose
+from exogym.home.wizard.session import Taken, WizardRun, make_session
 
 __all__ = ["Proposal", "Taken", "WizardRun", "hand_over", "make_session", "propose"]
-
-if TYPE_CHECKING:
-    from exogym.home.wizard.leaving import hand_over
-    from exogym.home.wizard.proposal import Proposal, propose
-    from exogym.home.wizard.session import Taken, WizardRun, make_session
-else:
-    __getattr__, __dir__ = lazily(__name__)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from exogym.home.tasks import language_task, whisper_task
-from exogym.study.tasks import load_task
 
 MODEL, ADAPTER = "model", "adapter"  # subfolders of the run's folder
-SAMPLES, PROMPT, WRITTEN = 2, 16, 32  # samples of a language model, tokens of their prompts, tokens of their texts
 TOKENS = ("language", "timestamps")
 
 
@@ -21,8 +19,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
     A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`. The adapters of
     this copy are merged, and its window is the whole 30 s.
 
-    A model of the task "language" is saved like this, too, and its adapters also alone. Further lines show how both
-    models, before and after training, continue beginnings of held-out text.
+    A model of the task "language" is saved like this, too, and its adapters also alone.
 
     Args:
         task, data, options: the task, its data and its options, as in the run's profile.
@@ -41,13 +38,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
     if task == "whisper":
         return _speech(options, file)
     if task == "language":
-        return _language(data, options, file)
-    if ":" in task:
-        return [
-            "to use it, in Python:",
-            "    from exogym import load_model",
-            f"    load_model(your_model, {str(file)!r})",
-        ]
+        return _language(options, file)
     given = ", ".join([repr(task), *([repr(data)] if data else []), *(f"{key}={options[key]!r}" for key in options)])
     return [
         "to use it, in Python:", "    from exogym import load_model", "    from exogym.tasks import load_task",
@@ -71,15 +62,10 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _language(data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
+def _language(options: Mapping[str, Any], file: Path) -> list[str]:
     from exogym.home.language import LanguageModelWrapper
 
     known = {name: of.default for name, of in inspect.signature(language_task).parameters.items()} | dict(options)
-    val: Any = load_task("language", data, **options).val.thinned(SAMPLES)  # type: ignore[attr-defined]
-    model = LanguageModelWrapper.from_weights(known["weights"])
-    prompts = [model.tokenizer.decode(val[i][0][:PROMPT].tolist(), skip_special_tokens=True) for i in range(len(val))]
-    prompts = [prompt for prompt in prompts if prompt.strip()]
-    before = model.write(prompts, tokens=WRITTEN)
     model = LanguageModelWrapper.from_trained(file, known["weights"])
     folder = file.parent / MODEL
     model.save_pretrained(folder)
@@ -87,11 +73,8 @@ def _language(data: str | None, options: Mapping[str, Any], file: Path) -> list[
     if known["lora_rank"] is not None:
         model.save_adapter(file.parent / ADAPTER)
         lines.append(f"the adapter alone, for peft: {file.parent / ADAPTER}")
-    lines += [
-        "to use it, in Python:", "    import transformers",
+    return [
+        *lines, "to use it, in Python:", "    import transformers",
         f"    write = transformers.pipeline('text-generation', {str(folder)!r})",
-        f"    print(write({(prompts or ['Once'])[0]!r}, max_new_tokens=40)[0]['generated_text'])",
+        "    print(write('Once', max_new_tokens=40)[0]['generated_text'])",
     ]  # fmt: skip
-    for prompt, was, now in zip(prompts, before, model.write(prompts, tokens=WRITTEN), strict=True):
-        lines += [f"sample: {prompt!r}", f"  before training: {was!r}", f"  after: {now!r}"]
-    return lines

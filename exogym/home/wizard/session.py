@@ -15,31 +15,13 @@ from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
 from exogym.network import readable_seconds
 from exogym.remote import HostsConfig
 
-HOSTS, CONFIG, SCRIPT, MEASURED = "distributed_hosts.json", "config.ini", "train.py", "measured.json"
+HOSTS, CONFIG, MEASURED = "distributed_hosts.json", "config.ini", "measured.json"
 PROFILE = "wizard"
-TEXT = '''"""{what}, on the computers of {hosts}; the same run as `{command}`."""
-
-from exogym.machines.remote.network_trainer import NetworkTrainer
-from exogym.errors import run_script
-from exogym.machines.remote.profile import load_profile
-
-
-def main() -> None:
-    profile = load_profile("{config}", "{profile}")
-    model, train, val, task = profile.problem()
-    trainer = NetworkTrainer(
-        "{hosts}", model, train, val, sync={sync}, min_hosts=profile.min_hosts, retries=profile.retries
-    )
-    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, val is not None))
-
-
-run_script(main)
-'''
 
 
 @dataclass(frozen=True)
 class WizardRun:
-    """A run that `exogym wizard` has prepared: a folder with a hosts file, a profile, and a script that trains with it.
+    """A run that `exogym wizard` has prepared: a folder with a hosts file and a profile.
 
     Attributes:
         sync: True to copy the folder to the hosts before each run.
@@ -59,19 +41,18 @@ class WizardRun:
 def make_session(
     folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool
 ) -> WizardRun:
-    """Write the folder of a run with its hosts file, profile and script, and return the `WizardRun`.
+    """Write the folder of a run with its hosts file and profile, and return the `WizardRun`.
 
     Args:
         fields: the profile's fields, without `hosts_config`. Fields with the value None are left out.
         hosts: the contents of the hosts file.
 
     Raises:
-        ArgumentError: the folder has files of another run, or a field is wrong.
+        ArgumentError: the folder has the profile of another run, or a field is wrong.
     """
     place = Path(folder)
-    there = [name for name in (CONFIG, SCRIPT) if (place / name).exists()]
-    if there:
-        raise ArgumentError(f"{place} already has a {there[0]}: choose another --folder")
+    if (place / CONFIG).exists():
+        raise ArgumentError(f"{place} already has a {CONFIG}: choose another --folder")
     parser = configparser.ConfigParser(interpolation=None)
     given = {name: str(value) for name, value in fields.items() if value is not None}
     parser[PREFIX + PROFILE] = given | {"hosts_config": HOSTS}
@@ -84,13 +65,7 @@ def make_session(
         (place / CONFIG).unlink()
         raise
     write_json(place / HOSTS, hosts, indent=2)
-    session = WizardRun(place, profile, HostsConfig.load(place / HOSTS), sync)
-    what = f"{fields['task']} by {fields['strategy']}"
-    with replacing(place / SCRIPT) as file:
-        file.write(
-            TEXT.format(what=what, hosts=HOSTS, command=session.command, config=CONFIG, profile=PROFILE, sync=sync)
-        )
-    return session
+    return WizardRun(place, profile, HostsConfig.load(place / HOSTS), sync)
 
 
 @dataclass(frozen=True)

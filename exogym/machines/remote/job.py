@@ -13,10 +13,12 @@ from exogym.machines.remote.profile import RunProfile
 def main(words: Sequence[str]) -> None:
     """Train in this process and its process group, as the profile in `words[0]` (JSON) says."""
     profile = RunProfile(**json.loads(words[0]))
-    model, train, val, task = profile.problem()
+    task = profile.load()
     # Inside a world the hosts are given.
-    trainer = NetworkTrainer({"master": "localhost"}, model, train, val, min_hosts=profile.min_hosts)
-    trainer.fit(profile.make_strategy(task), **profile.fit_options(task, val is not None))
+    hosts = {"master": "localhost"}
+    model = task.make_model(profile.seed)
+    trainer = NetworkTrainer(hosts, model, task.train, task.val, min_hosts=profile.min_hosts)
+    trainer.fit(profile.make_strategy(task), **profile.fit_options(task))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ steps = 2000
 from __future__ import annotations
 
 import configparser
-import importlib
 import inspect
 import os
 from collections.abc import Mapping
@@ -23,11 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from exogym.balance import Balance
-from exogym.core.base import rng
-from exogym.core.base.devices import CPU
 from exogym.core.base.files import short_text
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
@@ -39,7 +34,6 @@ from exogym.strategy.strategy import Strategy
 from exogym.study.tasks import Task, load_task
 
 PREFIX = "distributed:"
-DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
 EVALUATIONS = 10  # after the first evaluation; a few more if 10 does not divide the steps
 
 
@@ -48,11 +42,9 @@ class RunProfile:
     """The fields of a profile, which say what to train, how to train, and on which hosts.
 
     Attributes:
-        task: a name in `exogym.tasks`, such as "digits" or "whisper", or `module:function` of the project. The function
-            has no argument and returns a `Task`, or (make_model, train, val). `make_model()` draws from torch's
-            generator, and its model returns its own loss.
-        data: file or folder of a built-in task's data.
-        task_options: a built-in task's options, such as "lora_rank=8, window_s=10".
+        task, data, task_options: the task, as for `exogym.tasks.load_task`: a name such as "digits" or "whisper", or
+            `module:function` of the project; the file or folder of its data; its options, such as
+            "lora_rank=8, window_s=10".
         strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
         hosts_config: path of the hosts file, relative to the config file's folder.
@@ -101,11 +93,7 @@ class RunProfile:
             check({"no save_dir": "no save_dir"} | kept)
         if self.balance is not None:
             Balance(self.balance)
-        if options_of(self.task_options) and ":" in self.task:
-            raise ArgumentError(
-                f"task_options={self.task_options!r}, but the function {self.task} takes no arguments: leave "
-                "task_options out"
-            )
+        options_of(self.task_options)  # refuses what it cannot read
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
@@ -131,48 +119,21 @@ class RunProfile:
             defaults["H"] = self.communication_interval
         return parse_strategy(self.strategy, lr_for=lr_for, **defaults)
 
-    def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
-        """Return (model, training set, validation set, task). The seed determines the model's initial weights.
-
-        If the user's function returns (make_model, train, val) instead of a `Task`, the fourth value is None.
+    def load(self) -> Task:
+        """Return the profile's task with its data.
 
         Raises:
-            ArgumentError: the task, module or function is unknown, or the function returns another type.
+            ArgumentError: the task, module or function is unknown, or the function does not return a `Task`.
         """
-        if ":" not in self.task:
-            task = load_task(self.task, self.data, **options_of(self.task_options))
-            return task.make_model(self.seed), task.train, task.val, task
-        module, _, function = self.task.partition(":")
-        try:
-            made = getattr(importlib.import_module(module), function)()
-        except (ModuleNotFoundError, AttributeError) as error:
-            raise ArgumentError(
-                f"task={self.task!r}: {error}; wanted module:function, with a module in the project's folder"
-            ) from error
-        if isinstance(made, Task):
-            return made.make_model(self.seed), made.train, made.val, made
-        if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
-            raise ArgumentError(
-                f"task={self.task!r} returned a {type(made).__name__}, wanted an exogym.tasks.Task or (make_model, "
-                "train, val)"
-            )
-        with rng.preserved_state(CPU):
-            rng.seed_torch(rng.stream_seed(self.seed, "init"), CPU)
-            return made[0](), made[1], made[2], None
+        return load_task(self.task, self.data, **options_of(self.task_options))
 
-    def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
-        """Return the arguments for `NetworkTrainer.fit`, without the strategy.
-
-        Args:
-            task: gives the settings that the profile lacks. If `task` is None, defaults are used.
-            evaluates: True if there is a validation set.
-        """
-        steps = self.steps or (task.max_steps if task else DEFAULT_STEPS)
+    def fit_options(self, task: Task) -> dict[str, Any]:
+        """Return the arguments for `NetworkTrainer.fit`, without the strategy. `task` gives what the profile lacks."""
+        steps = self.steps or task.max_steps
         return {
-            "num_nodes": self.nodes, "max_steps": steps,
-            "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
-            "balance": self.balance, "partitioner": task.partitioner if task else None,
-            "val_interval": val_interval(steps) if evaluates else None, "save_dir": self.save_dir,
+            "num_nodes": self.nodes, "max_steps": steps, "batch_size": self.batch_size or task.batch_size,
+            "seed": self.seed, "balance": self.balance, "partitioner": task.partitioner,
+            "val_interval": None if task.val is None else val_interval(steps), "save_dir": self.save_dir,
             "checkpoint_interval": self.checkpoint_interval, "resume": self.resume,
             "placement": Placement(max_restarts=self.max_restarts),
         }  # fmt: skip

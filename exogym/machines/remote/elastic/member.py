@@ -71,10 +71,8 @@ class Member:
         WorkerError: the server did not answer within `timeout_s` seconds.
     """
 
-    def __init__(
-        self, address: str, port: int, rank: int, secret: str, timeout_s: float = 300.0, silence_s: float = SILENCE_S
-    ):
-        self.rank, self.silence_s = rank, silence_s
+    def __init__(self, address: str, port: int, rank: int, secret: str, timeout_s: float = 300.0):
+        self.rank = rank
         self.waiting = False
         self.cut: str | None = None  # why the membership server cannot be reached
         self.group = GenerationGroup()
@@ -93,7 +91,7 @@ class Member:
             ) from error
         self._file = self._socket.makefile("rb")
         self._say({"say": "hello", "rank": rank})
-        self._socket.settimeout(silence_s)
+        self._socket.settimeout(SILENCE_S)
         line = self._heard()
         welcome = json.loads(line)
         self.fresh, self.again, self.over = welcome["fresh"], welcome["again"], welcome["over"]
@@ -177,7 +175,7 @@ class Member:
                 self._hear(json.loads(line))
             self._cut("the membership server has ended this process's part, or is lost")
         except TimeoutError:
-            self._cut(f"the membership server was silent for {self.silence_s:g} s")
+            self._cut(f"the membership server was silent for {SILENCE_S:g} s")
         except (OSError, ValueError) as error:
             self._cut(f"the membership server is lost: {error}")
 

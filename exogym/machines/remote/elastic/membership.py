@@ -14,7 +14,7 @@ both ends know the run's secret. Both ends send lines of JSON:
 A generation is a period in which the same ranks, its members, train together. While the members connect to each other,
 they also send requests to a store of the server, with the generation's number.
 
-A generation ends when a host is lost: the host's connections close, or are silent for `silence_s` seconds. The server
+A generation ends when a host is lost: the host's connections close, or are silent for `SILENCE_S` seconds. The server
 then tells all other members. They answer "ready", with the steps whose state they have saved (`anchors`). The next
 generation begins at the last step that all members have saved.
 
@@ -225,14 +225,13 @@ class MembershipServer:
         membership: decides which processes train together.
         address, port: where the server listens. With `port=0` it chooses a free port.
         secret: the run's secret. Processes without the secret cannot connect.
-        silence_s: a process is lost after this many seconds without a message.
 
     Raises:
         OSError: the server cannot listen at this address and port.
     """
 
-    def __init__(self, membership: Membership, address: str, port: int, secret: str, silence_s: float = SILENCE_S):
-        self.membership, self.silence_s = membership, silence_s
+    def __init__(self, membership: Membership, address: str, port: int, secret: str):
+        self.membership = membership
         listener = listen(address, port)
         self.selector = selectors.DefaultSelector()
         self.door = Door(self.selector, listener, secret, {MEMBERSHIP: self._welcome})
@@ -253,8 +252,8 @@ class MembershipServer:
                     key.data()
                 now = time.monotonic()
                 self.door.tidy()
-                for line in [line for line in self.lines.values() if now - line.heard > self.silence_s]:
-                    line.lost(f"was silent for {self.silence_s:g} s")
+                for line in [line for line in self.lines.values() if now - line.heard > SILENCE_S]:
+                    line.lost(f"was silent for {SILENCE_S:g} s")
                 for line in [line for line in self.unnamed if now - line.heard > NAME_S]:
                     line.lost("did not identify itself")
                 self.membership.look(now)

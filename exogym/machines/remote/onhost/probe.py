@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -196,7 +195,6 @@ QUESTIONS: dict[str, Any] = {
     "file": _file,
     "make": _make,
     "remove": _remove,
-    "facts": lambda: importlib.import_module("exogym.machines.remote.facts").facts(),
     "connect": lambda others: _connect(others),
 }
 
