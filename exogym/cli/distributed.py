@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +16,7 @@ from exogym.home.wizard import hand_over
 from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
 from exogym.machines.remote.results import FitResults, carry_out, facts_of, names
-from exogym.progress import STDERR, notice
+from exogym.progress import STDERR
 from exogym.remote import HostsConfig, SSHLauncher
 
 JOB = "exogym.machines.remote.job"
@@ -55,39 +53,27 @@ def distributed_train(
     train(profile, run, known, sync)
 
 
-def train(
-    name: str,
-    run: RunProfile,
-    hosts: HostsConfig,
-    sync: bool,
-    watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,
-) -> tuple[Path, FitResults]:
+def train(name: str, run: RunProfile, hosts: HostsConfig, sync: bool) -> tuple[Path, FitResults]:
     """Train on hosts with a profile's options, from the current folder. Return the new folder in runs/ and its results.
 
     Args:
         name: the profile's name.
         run: the profile.
         sync: whether to copy the current folder to the hosts first.
-        watching: a function that gets the new folder and returns a context manager, which shows the run. If None, the
-            output of all ranks is printed.
 
     Raises:
         typer.Exit: a host failed. The exit status is the host's.
     """
     launcher = SSHLauncher(
-        hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries,
-        echo=watching is None,
-    )  # fmt: skip
+        hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries
+    )
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
     (folder / "profile.json").write_text(json.dumps(asdict(run), indent=1))
-    with contextlib.nullcontext() if watching is None else watching(folder):
-        code = carry_out(
-            launcher, folder, 1, JOB, json.dumps(asdict(run)), module=True, shows_progress=STDERR.isatty(),
-            save_dir=run.save_dir,
-        )  # fmt: skip
+    code = carry_out(
+        launcher, folder, 1, JOB, json.dumps(asdict(run)), module=True, shows_progress=STDERR.isatty(),
+        save_dir=run.save_dir,
+    )  # fmt: skip
     if code:
-        if watching is not None:
-            notice(f"{launcher.first_failure or f'the run ended with exit code {code}'}; logs in {folder}")
         raise typer.Exit(code)
     found = facts_of(folder, 1)
     found.history.to_csv(folder / "history.csv")

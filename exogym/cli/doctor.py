@@ -48,7 +48,6 @@ def doctor(
             metavar="LIST", help="Sizes to measure, in bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for each answer.")] = 60.0,
     debug: Debug = False,
 ) -> None:
     """Check all hosts before a run, and name a remedy for each problem.
@@ -61,10 +60,8 @@ def doctor(
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:
             raise ArgumentError(f"{option} needs --measure: give --measure too, or leave {option} out")
-    if timeout <= 0:
-        raise ArgumentError(f"--timeout={timeout:g} must be more than 0 seconds")
     config = HostsConfig.load(hosts)
-    checks = check_hosts(config, sync=sync, save_dir=save_dir, answer_s=timeout)
+    checks = check_hosts(config, sync=sync, save_dir=save_dir)
     print_checks(checks, sys.stdout)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)

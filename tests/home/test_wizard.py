@@ -260,12 +260,12 @@ def test_the_result_says_how_much_was_listened_to(
     fields = {"task": "digits", "strategy": "ddp"}
     session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
     task = dataclasses.replace(load_task("digits"), evaluates="2 of the 5 held-out clips")
-    wizard_command.carry_out(session, planned(measured(2e8)), False, task)
+    wizard_command.carry_out(session, planned(measured(2e8)), task)
     said = capsys.readouterr().out
     assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 held-out clips" in said
     assert "perplexity" not in said
     history.add_evaluation(10, 0, {"val_loss": 800.0})
-    wizard_command.carry_out(session, planned(measured(2e8)), False, dataclasses.replace(task, perplexity=True))
+    wizard_command.carry_out(session, planned(measured(2e8)), dataclasses.replace(task, perplexity=True))
     said = capsys.readouterr().out
     assert "validation perplexity: 7.389 before, inf after" in said and "2.0000 before, 800.0000" in said
 

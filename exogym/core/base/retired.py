@@ -103,7 +103,9 @@ RETIRED: dict[str, str] = {
     "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",
     "launch.dry_run": "SSHLauncher.check() checks the hosts and starts nothing",
     "SSHLauncher.start_timeout_s": "hosts always have 300 s to connect to each other",
-    "SSHLauncher.answer_s": "a host always has 60 s for each answer",
+    **dict.fromkeys(
+        ("SSHLauncher.answer_s", "check_hosts.answer_s", "doctor.timeout"), "a host always has 60 s for each answer"
+    ),
     **dict.fromkeys(("launch_distributed_training.first_rank", "LaunchConfig.first_rank"), _LAUNCHED),
     "init_process_group.store": "give init_method=; torch's own init_process_group takes a store",
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",

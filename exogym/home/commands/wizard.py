@@ -19,7 +19,6 @@ from exogym.cli.asking import Asker, count, pairs, say
 from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.values import DATASETS, KEY_FILE, At, Debug, KeyFile, SSHConfig
-from exogym.cli.watching import LiveView
 from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_choice, needs
 from exogym.files import write_json
@@ -144,7 +143,7 @@ def wizard(
         return
     session = run.write(plan)
     if run.starts:
-        carry_out(session, plan, asker.can_ask, problem)
+        carry_out(session, plan, problem)
 
 
 def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
@@ -384,13 +383,12 @@ class Preparing:
         self.profile = replace(self.profile, steps=steps, batch_size=batch_size, balance=balance or None)
 
 
-def carry_out(session: WizardRun, plan: Proposal, watched: bool, task: Task) -> None:
+def carry_out(session: WizardRun, plan: Proposal, task: Task) -> None:
     """Train on the hosts, then print the validation losses and times.
 
     Args:
         session: the run's folder, profile and hosts.
         plan: the plan that the user agreed to.
-        watched: whether to show a live view in the terminal.
         task: the task.
 
     Raises:
@@ -398,12 +396,9 @@ def carry_out(session: WizardRun, plan: Proposal, watched: bool, task: Task) -> 
     """
     begun, home = time.monotonic(), os.getcwd()
 
-    def watching(folder: Path) -> LiveView:
-        return LiveView(folder, plan.seconds)
-
     os.chdir(session.folder)
     try:
-        folder, found = train(PROFILE, session.profile, session.hosts, session.sync, watching if watched else None)
+        folder, found = train(PROFILE, session.profile, session.hosts, session.sync)
         taken = Taken.of(folder, plan.seconds, time.monotonic() - begun)
     finally:
         os.chdir(home)

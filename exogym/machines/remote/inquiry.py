@@ -32,7 +32,7 @@ class Inquiry:
             host.
     """
 
-    def __init__(self, host: Host, answer_s: float | None):
+    def __init__(self, host: Host, answer_s: float | None = ANSWER_S):
         self.host, self.answer_s = host, answer_s
         self.process = ssh.start(host, "probe", {})
         self.answered = self.late = False
@@ -109,13 +109,13 @@ class Inquiry:
         return "python", f"{python} ended with status {status}: {said}", _PYTHON
 
 
-def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
+def ask(host: Host, question: str, **given: Any) -> Any:
     """Ask a host one question, over a new connection, and return the answer of `onhost/probe.py`.
 
     Raises:
         ExoGymError: the host did not answer. The message says what to do.
     """
-    inquiry, answer = Inquiry(host, answer_s), None
+    inquiry, answer = Inquiry(host), None
     with contextlib.suppress(Unanswered):
         answer = inquiry.ask(question, **given)
     inquiry.end()

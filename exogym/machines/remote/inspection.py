@@ -72,15 +72,14 @@ class Inspection:
         config: the hosts of the run.
         index: number of the checked host in `config.hosts`.
         here: the controller's versions and files, with which the host is compared.
-        answer_s: seconds to wait for each answer of the host.
 
     Attributes:
         checks: the results so far.
         place: address and port at which the other hosts should reach this host, or None if they are unknown.
     """
 
-    def __init__(self, config: HostsConfig, index: int, here: Controller, answer_s: float):
-        self.config, self.here, self.index, self.answer_s = config, here, index, answer_s
+    def __init__(self, config: HostsConfig, index: int, here: Controller):
+        self.config, self.here, self.index = config, here, index
         self.host = config.hosts[index]
         self.folder = self.host.path or here.project
         self.checks: list[Check] = []
@@ -92,7 +91,7 @@ class Inspection:
     def look(self) -> None:
         """Check the host's login, software, disk, device and address."""
         try:
-            self._inquiry = Inquiry(self.host, self.answer_s)
+            self._inquiry = Inquiry(self.host)
             self._python()
             self._clock()
             self._torch()
@@ -278,7 +277,7 @@ class Inspection:
             return
         self._ask("remove", path=own, folder=self.folder)
         if self.index > 0:
-            self.here.token_is_written.wait(self.answer_s)
+            self.here.token_is_written.wait(ANSWER_S)
         text = token if self.index == 0 else None
         found = self._answer("save_dir", remedy, "file", path=self._token_file, folder=self.folder, text=text)
         if found is not None and self.index == 0:
@@ -343,7 +342,6 @@ def check_hosts(
     sync: bool = False,
     save_dir: str | None = None,
     code: bool = True,
-    answer_s: float = ANSWER_S,
 ) -> list[Check]:
     """Check all hosts at the same time. Return one `Check` per host and check, in the order of the hosts file.
 
@@ -354,7 +352,6 @@ def check_hosts(
         save_dir: folder for checkpoints. Check that every host can write to this folder, and whether the hosts share
             it. If `save_dir` is None, this check is left out.
         code: True to check that the project's Python files on the hosts equal the files on this machine.
-        answer_s: seconds to wait for each of a host's answers.
 
     Raises:
         ArgumentError: the hosts file is wrong, or names a file that does not exist.
@@ -365,7 +362,7 @@ def check_hosts(
     config = HostsConfig.load(hosts_config)
     _check_files(config)
     here = Controller(os.path.abspath(project or os.getcwd()), sync, save_dir, code)
-    inspections = [Inspection(config, i, here, answer_s) for i in range(len(config.hosts))]
+    inspections = [Inspection(config, i, here) for i in range(len(config.hosts))]
     with ThreadPoolExecutor(len(inspections)) as pool:
         try:
             list(pool.map(Inspection.look, inspections))
