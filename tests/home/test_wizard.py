@@ -612,9 +612,8 @@ def step_of(folder: Path) -> int:
     return int(status.get("step", 0))
 
 
-def test_the_pages_name_options_that_are_there() -> None:
+def test_the_page_names_options_that_are_there() -> None:
     commands: Any = typer.main.get_command(app)
     known = {name for command in commands.commands.values() for option in command.params for name in option.opts}
-    for page in ("wizard", "discovery"):
-        text = (ROOT / "docs" / f"{page}.md").read_text()
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
+    text = (ROOT / "docs" / "wizard.md").read_text()
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
