@@ -87,7 +87,8 @@ def check_strategy(
         num_nodes: number of nodes in each run.
         steps: number of steps in each run. This number must be so large that the strategy communicates a few times.
         payload_bytes: a function of (bytes of the model's parameters, steps). It returns the payload of each node in
-            the whole run, in bytes. If `payload_bytes` is None, the law "bytes" is not tested.
+            the whole run, in bytes, with the final synchronization of steps that are left after the last one. If
+            `payload_bytes` is None, the law "bytes" is not tested.
         learning: the validation loss must fall below `learning` times its first value.
         skip: names of laws to leave out.
 
@@ -225,8 +226,10 @@ class _Battery:
         row = sum(p.numel() * p.element_size() for p in model.parameters())
         wanted = self.payload(row, self.steps)
         if abs(seen - wanted) > 1e-9 * max(1.0, wanted):
+            last = " (the difference is one model: the final synchronization)" if seen - wanted == row else ""
             raise StrategyError(
-                f"law 'bytes': the payload of each node was {seen:.1f} bytes, but payload_bytes gives {wanted:.1f}"
+                f"law 'bytes': in {self.steps} steps and the final synchronization of the steps that are left, each "
+                f"node's payload was {seen:.1f} bytes, but payload_bytes({row}, {self.steps}) gives {wanted:.1f}{last}"
             )
         return f"{seen:.0f} bytes per node"
 

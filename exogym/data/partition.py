@@ -237,12 +237,20 @@ class ByKey(Partitioner):
     goes to the node with the fewest examples so far.
 
     Args:
-        key: an array or list with one key per example, or a function that returns the key of an example (`dataset[i]`).
+        key: an array or list with one key per example, or a function that gets an example as the data set returns it
+            (`dataset[i]`, such as a tuple of input and target) and returns the example's key.
 
     Raises:
         DataError: fewer groups than nodes, or a list of keys with the wrong length.
 
     >>> shards = ByKey(["anna", "bert", "anna", "carl"]).split(range(4), 2, seed=0)
+    >>> sorted(shard.tolist() for shard in shards)
+    [[0, 2], [1, 3]]
+
+    With texts, a function of the text finds the key:
+
+    >>> lines = ["ROMEO: But, soft!", "JULIET: Ay me!", "ROMEO: She speaks.", "NURSE: Madam!"]
+    >>> shards = ByKey(lambda line: line.partition(":")[0]).split(lines, 2, seed=0)
     >>> sorted(shard.tolist() for shard in shards)
     [[0, 2], [1, 3]]
     """

@@ -59,11 +59,18 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
         raise unknown(name)
     kind = STRATEGIES[name]
     known = written_options(kind)
+    untyped = [option for option, parameter in known.items() if parameter.kind is parameter.VAR_KEYWORD]
     given: dict[str, Any] = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not equals or not value:
             raise ArgumentError(f"strategy {text!r}: {part!r} should look like option=value, as in 'diloco:H=20'")
+        if untyped and option not in {*known} - {*untyped}:
+            raise ArgumentError(
+                f"strategy {text!r}: {kind.__name__}.__init__ takes **{untyped[0]} without a type, so the names of its "
+                f"options are unknown: declare {option} as an argument, or write **{untyped[0]}: Unpack[InnerOptions] "
+                "(exogym.strategy.strategy)"
+            )
         if option not in known:
             instead = kind.not_taken.get(option) or retired(option, kind.__name__) or nearest(option, known)
             raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {instead}")

@@ -10,7 +10,7 @@ from strategies import STRATEGIES, Broken
 from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, StrategyError
-from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, SimpleReduceStrategy
+from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, PeriodicModule, SimpleReduceStrategy
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
@@ -123,7 +123,7 @@ SIZES = {
     "stopping": rf"differ by up to {NUMBER} \(the largest is {NUMBER}\)",
     "placement": rf"differ by up to {NUMBER}",
     "single node": r"sends \d+ bytes",
-    "bytes": r"was \d+\.\d bytes, but payload_bytes gives \d+\.\d",
+    "bytes": r"was \d+\.\d bytes, but payload_bytes\(712, 24\) gives \d+\.\d",
     "learns": rf"from {NUMBER} to {NUMBER}",
 }
 
@@ -135,6 +135,12 @@ def test_a_broken_law_is_caught_and_its_size_said(law):
             lambda: CommunicateOptimizeStrategy("adamw", [Broken(law)], lr=0.02),
             payload_bytes=lambda row, steps: row * steps / 3,
         )
+
+
+def test_the_law_of_bytes_says_if_only_the_final_synchronization_is_missing():
+    with pytest.raises(StrategyError, match="one model: the final synchronization"):
+        check_strategy(lambda: FedAvgStrategy(H=10, lr=0.02), payload_bytes=lambda row, steps: row * (steps // 10))
+    check_strategy(lambda: FedAvgStrategy(H=10, lr=0.02), payload_bytes=lambda row, steps: row * -(-steps // 10))
 
 
 @pytest.mark.parametrize(

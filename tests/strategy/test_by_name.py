@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from wrapped import parsed
 from exogym import contrib, strategy
 from exogym.cli import main
 from exogym.errors import ArgumentError
-from exogym.strategy import PeriodicModule
+from exogym.strategy import DiLoCoStrategy, PeriodicModule
 from exogym.strategy.names import Home, homes, short_names
 from exogym.strategy.registry import _ELSEWHERE as ELSEWHERE
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
@@ -59,6 +60,7 @@ def new_python(code: str) -> list[str]:
 
 LOADED = """
 import sys
+from typing import Any
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 def files(): return sorted(m for m in sys.modules if m in {home.module for home in homes().values()})
 from exogym.strategy.names import homes
@@ -92,6 +94,7 @@ def test_a_name_loads_its_file_only() -> None:
 
 TABLE = """
 import sys
+from typing import Any
 from exogym.advise import advise
 advise(parameters=1e8, num_nodes=4, network="wifi", step_seconds="1", strategies=["ddp", "diloco:H=30"])
 print(sum(name.split(".")[0] == "exogym" for name in sys.modules))
@@ -187,3 +190,14 @@ def test_the_example_is_its_paper(example) -> None:
     torch.testing.assert_close(fleet.blocks[0].params, start + (1 - alpha) * moved, rtol=0, atol=1e-12)
     center = strategy.communication_modules[0].shared_state["center.0"]
     torch.testing.assert_close(center, start + alpha * moved.sum(0, keepdim=True), rtol=0, atol=1e-12)
+
+
+def test_a_constructor_with_untyped_options_says_how_to_declare_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Untyped(DiLoCoStrategy):
+        def __init__(self, k: int = 1, **options: Any):
+            super().__init__(H=k, **options)
+
+    monkeypatch.setitem(STRATEGIES, "untyped", Untyped)
+    assert parse_strategy("untyped:k=3").given_arguments["k"] == 3
+    with pytest.raises(ArgumentError, match=r"declare lr as an argument, or write \*\*options: Unpack\[InnerOptions\]"):
+        parse_strategy("untyped:lr=0.1")

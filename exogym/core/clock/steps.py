@@ -27,7 +27,8 @@ class StepTime:
     """Compute the time of each node's steps.
 
     Args:
-        seconds: seconds of a step, as a number, text such as "80ms", or one of these per node.
+        seconds: seconds of a step, as a number, text such as "80ms", or one of these per node. A whole number of 10
+            or more needs a unit, because it is rarely meant in seconds.
         speeds: relative speed of each node, over 0. A node with speed 0.5 takes twice as long.
         sigma: how random a node's step times are. It is the standard deviation of their logarithm.
         straggler_share: share of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
@@ -55,6 +56,9 @@ class StepTime:
         seed: int = 0,
     ):
         several = not isinstance(seconds, str) and np.ndim(seconds) == 1
+        for each in seconds if several else [seconds]:
+            if isinstance(each, int | str) and str(each).isdigit() and int(each) >= 10:
+                raise ArgumentError(f"step_seconds={each} has no unit: write '{each}s' or '{each}ms'")
         per_node = np.array([parse_seconds(s, "step_seconds") for s in (seconds if several else [seconds])])
         if speeds is not None:
             speed = np.asarray(speeds, dtype=float)

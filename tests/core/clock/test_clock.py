@@ -359,6 +359,8 @@ def test_devices():
         (lambda: StepTime(1, speeds=[1, 0]), "speeds="),
         (lambda: StepTime([1, 2], speeds=[1, 2, 3]), "speeds is for 3 nodes"),
         (lambda: StepTime(1, sigma=-1), "sigma=-1"),
+        (lambda: StepTime(80), "'80s' or '80ms'"),
+        (lambda: StepTime(["20", 1]), "'20s' or '20ms'"),
         (lambda: StepTime(1, straggler_share=2), "straggler_share=2"),
         (lambda: StepTime(1, straggler_factor=0.5), "straggler_factor=0.5"),
         (lambda: StepTime(1, sed=1), "did you mean 'seed'"),
