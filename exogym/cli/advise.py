@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -36,11 +37,13 @@ WANTED = {
     "nodes": "the number of nodes (--nodes 4)",
     "step": "a step's time (--step-seconds 0.8) or operations (--flops 6e14)",
 }  # required
-NEEDS = {"data": ("dataset", "own_task"), "device": ("flops",), "skew": ("parameters",)}  # at least one of them
+TOKENS = 65_536  # of a node's step, if nothing says how long it takes
+NEEDS = {"data": ("dataset", "own_task"), "device": ("flops", "parameters"), "skew": ("parameters",)}  # one of them
 _SIZE = "{} and {} both give the model's size"
 APART = [  # options that exclude each other, and why
     ("dataset", "own_task", "{} and {} both name a task"), ("parameters", "dataset", _SIZE),
     ("parameters", "own_task", _SIZE), ("step_seconds", "flops", "{} and {} both give a step's time"),
+    ("step_seconds", "device", "{} and {} both give a step's time"),
 ]  # fmt: skip
 
 
@@ -75,11 +78,17 @@ def advise(
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(metavar="F", help="Operations of a node's step on --device, as 6e14, instead of its time."),
+        typer.Option(
+            metavar="F",
+            help="Operations of a node's step on --device, as 6e14, instead of its time. [default: 6 per parameter and "
+            f"token, for {TOKENS} tokens]",
+        ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Device for --flops: {', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]"),
+        typer.Option(
+            metavar="NAME", help=f"Device that takes the step: {', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]"
+        ),
     ] = None,
     speeds: Annotated[
         str | None,
@@ -95,7 +104,10 @@ def advise(
     ] = ",".join(DEFAULT_STRATEGIES),
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Steps of each node with DDP in your run. [default: the task's or {STEPS}]"),
+        typer.Option(
+            help=f"Steps of each node with DDP in your run. [default: the task's, or {STEPS}; if no step is given, "
+            "20 tokens per parameter]"
+        ),
     ] = None,
     skew: Annotated[
         float | None,
@@ -111,8 +123,8 @@ def advise(
     """Recommend a strategy for a network.
 
     Prints the command to run, its predicted time and the reason, then a table with each strategy's predicted time per
-    step. Formulas need --parameters, --nodes and --step-seconds or --flops. With --dataset, ExoGym takes the model from
-    the task and measures a step.
+    step. Formulas need --parameters and --nodes, and are better with --step-seconds or --flops. With --dataset, ExoGym
+    takes the model from the task and measures a step.
 
     --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test. With
     --hosts, ExoGym measures the hosts first. If the file or this measurement has the time of a step, ExoGym uses it.
@@ -137,17 +149,23 @@ def advise(
         nodes, None if speed is None else len(speed), None if links is None else links.num_nodes,
         None if config is None else config.slots,
     ]  # fmt: skip
+    measured = hosts is not None or (links is not None and links.measurement is not None)
+    assumed = step is None and dataset is None and step_seconds is None and not measured
     given = {
         "network": network or hosts, "parameters": dataset if parameters is None else parameters,
-        "nodes": next((n for n in known if n is not None), dataset), "step": dataset if step is None else step,
+        "nodes": next((n for n in known if n is not None), dataset),
+        "step": True if assumed else dataset if step is None else step,
     }  # fmt: skip
     if missing := [WANTED[name] for name, value in given.items() if value is None]:
         raise ArgumentError("missing: " + "; ".join(missing))
     task = None if dataset is None else load_task(dataset, data)
     count = next(number for number in [*known, None if task is None else task.num_nodes] if number is not None)
+    size = count_of("--parameters", str(parameters)) if task is None else size_of(task)
+    if assumed:
+        step = Work(6 * size * TOKENS, device or DEFAULT_DEVICE)
+        steps = steps or max(STEPS, math.ceil(20 * size / (count * TOKENS)))
     predicted: dict[str, Any] = {
-        "parameters": count_of("--parameters", str(parameters)) if task is None else size_of(task),
-        "num_nodes": count, "speeds": speed, "strategies": list(split_strategies(strategies)),
+        "parameters": size, "num_nodes": count, "speeds": speed, "strategies": list(split_strategies(strategies)),
         "algorithm": "cheapest" if task is None else "recorded",
         "steps": steps or (STEPS if task is None else task.max_steps),
         "skew": skew if task is None else skew_of(task, count),
@@ -161,6 +179,11 @@ def advise(
         step = _measured_steps(links, dataset) if step_seconds is None and flops is None else step
     step = measured_step_s(task, None) if task is not None and step is None else step
     advice = predict(network=links, step_seconds=step, **predicted)
+    if assumed:
+        guess = (
+            f"a node's step is {TOKENS} tokens (--flops, --step-seconds), DDP's run 20 tokens per parameter (--steps)"
+        )
+        advice = replace(advice, assumptions=[guess, *advice.assumptions])
     best = advice.recommended
     if dataset is not None and best is not None:
         line = os.fspath(network or MEASURED_FILE)

@@ -57,6 +57,7 @@ class Row:
         can_train: False for a `Plan` that is only a formula.
         ddp_steps: the believed number of steps to a loss, as a multiple of DDP's steps
             (`exogym.study.advise.beliefs`).
+        source: where `ddp_steps` comes from, in words (`exogym.study.advise.published`); "" for DDP.
         steps, seconds: steps of each node, and seconds, until the loss that DDP reaches in the given steps.
     """
 
@@ -72,6 +73,7 @@ class Row:
     can_train: bool = True
     speedup_range: tuple[float, float] | None = None
     ddp_steps: float = math.nan
+    source: str = ""
     steps: int = 0
 
     @property
@@ -112,6 +114,7 @@ class Advice:
         return Answer(self.command or self._trial(best), self._takes(best), self.because)
 
     def _trial(self, best: Row) -> str:
+        """Return a command that tries the strategy on a small task: ExoGym does not have the model of this advice."""
         kind = STRATEGIES.get(best.strategy.partition(":")[0])
         if kind is None or not kind.__module__.startswith("exogym."):
             return f"{best.strategy}, your own strategy"
@@ -120,20 +123,29 @@ class Advice:
             plan_of(best.strategy, TRIAL_PARAMETERS, nodes)
         except ArgumentError:  # the strategy needs more nodes, for a quorum
             nodes = self.num_nodes
-        return trial(best.strategy, nodes, best.couples_every)
+        rounds = 2 * math.ceil(best.couples_every) if math.isfinite(best.couples_every) else 0
+        return command(
+            "compare", dataset="digits", strategies=beside_ddp(best.strategy), nodes=nodes,
+            steps=max(TRIAL_STEPS, rounds), seeds=1,
+        )  # fmt: skip
 
     def _takes(self, best: Row) -> str:
         each = readable_seconds(best.seconds_per_step)
         text = f"{readable_seconds(best.seconds)} for {best.steps} steps of {each}"
         if self.num_nodes == 1:
             return text
-        text += f"; {best.speedup:.3g} times as fast as the fastest node alone"
-        low, high = (f"{speedup:.3g}" for speedup in best.speedup_range or (best.speedup, best.speedup))
-        text += "" if low == high else f", likely {low} to {high}"
-        if best.speedup < best.ddp_steps:
-            alone_s = best.seconds * best.speedup / best.ddp_steps
-            fewer = ", because it needs fewer steps" if best.ddp_steps > 1 else ""
-            text += f"; that node alone probably takes only {readable_seconds(alone_s)}{fewer}"
+        low, high = best.speedup_range or (best.speedup, best.speedup)
+        sooner, least, most = (speedup / best.ddp_steps for speedup in (best.speedup, low, high))
+        alone = readable_seconds(best.seconds * sooner)
+        if sooner < 1:
+            text += f"; the fastest node alone reaches the loss sooner, probably in {alone}"
+        else:
+            likely = "" if f"{least:.3g}" == f"{most:.3g}" else f" (likely {least:.3g} to {most:.3g})"
+            text += f"; {sooner:.3g}{likely} times as soon as the fastest node alone, which probably takes {alone}"
+        if best.ddp_steps != 1:
+            text += (
+                f": the nodes compute {best.speedup:.3g} times as fast, and need {best.ddp_steps:.2g} times DDP's steps"
+            )
         return text
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -197,16 +209,3 @@ def beside_ddp(strategy: str) -> str:
     ('ddp,diloco:H=50', 'ddp')
     """
     return strategy if strategy.partition(":")[0] == "ddp" else f"ddp,{strategy}"
-
-
-def trial(strategy: str, num_nodes: int, couples_every: float) -> str:
-    """Return a command that tries a strategy on a small task, for advice about a model that ExoGym does not have.
-
-    >>> trial("diloco:H=500", 4, 500)
-    'exogym compare --dataset digits --strategies ddp,diloco:H=500 --nodes 4 --steps 1000 --seeds 1'
-    """
-    rounds = 2 * math.ceil(couples_every) if math.isfinite(couples_every) else 0
-    return command(
-        "compare", dataset="digits", strategies=beside_ddp(strategy), nodes=num_nodes,
-        steps=max(TRIAL_STEPS, rounds), seeds=1,
-    )  # fmt: skip

@@ -81,13 +81,11 @@ class Belief:
     Attributes:
         mean, sd: of the natural logarithm of the multiple, if the method reaches the target.
         never: probability that the method does not reach the target.
-        places: number of earlier places behind this belief.
     """
 
     mean: float
     sd: float
     never: float
-    places: int = 0
 
     def __post_init__(self) -> None:
         check_number("mean", self.mean)
@@ -165,7 +163,7 @@ def _belief(earlier: Earlier, method: str, period: int, steps: int, alike: Weigh
     squares = WORTH * SPREAD**2 + _dot(likenesses, [(r - mean) ** 2 for r in ratios])
     rule = min(MOST_NEVER, LEAST_NEVER + ROUNDS * period / steps)
     never = (WORTH * rule + lost) / (WORTH + math.fsum(weights))
-    return Belief(mean, math.sqrt(squares / count * (1 + 1 / count)), never, len(weights))
+    return Belief(mean, math.sqrt(squares / count * (1 + 1 / count)), never)
 
 
 def task_of(place: str) -> str:

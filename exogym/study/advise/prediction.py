@@ -55,6 +55,7 @@ from exogym.streams import numpy_generator
 from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.beliefs import SAME, Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
 from exogym.study.advise.plans import period_of, plan_of, title_of
+from exogym.study.advise.published import at_scale
 
 # Methods whose advice was judged on trainings of small tasks, and then methods that suit very slow lines
 DEFAULT_STRATEGIES = (
@@ -174,18 +175,21 @@ def advise(
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
     alike, rows, beliefs = likeness(skew, known_skews()), [], {}
     for plan in plans:
-        method = plan.method or plan.name
-        belief = beliefs[plan.name] = beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
+        method, period = plan.method or plan.name, period_of(plan)
+        ours = beliefs_of({method: period}, steps, known(), alike)[method]
+        belief, source = at_scale(ours, method, period, steps, parameters, num_nodes, skew or 0.0)
+        beliefs[plan.name] = belief
         row = _row(plan, num_nodes, network, time, algorithm)
-        rows.append(replace(row, ddp_steps=belief.steps, steps=math.ceil(steps * belief.steps)))
+        rows.append(replace(row, ddp_steps=belief.steps, steps=math.ceil(steps * belief.steps), source=source))
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     if work is not None:
         lines.insert(1, str(work))
     lines += [
         *_of_plans(plans, num_nodes, network, time),
-        f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
-        "tasks, not from yours" + ("" if skew is None else f"; tasks with a label skew near {skew:.2f} count most"),
+        f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and these sources"
+        + ("" if skew is None else f"; of our own tasks, those with a label skew near {skew:.2f} count most"),
+        *_sources(rows),
     ]
     able = [row for row in rows if row.can_train]
     if not able:
@@ -269,10 +273,19 @@ def _first_to_arrive(
     each = {row.strategy: max(row.seconds_per_step, LEAST) for row in rows}
     choice: Choice = chosen({name: s for name, s in each.items() if name not in rare} or each, beliefs)
     best = next(row for row in rows if row.strategy == choice.method)
+    source = f". It probably takes {best.ddp_steps:.2g} times DDP's steps (from {best.source})" if best.source else ""
     return best, (
         f"it has the smallest expected time to the loss that DDP reaches after {steps} steps; with a probability of "
-        f"{choice.sure:.0%} it takes at most 5 % longer than the best"
+        f"{choice.sure:.0%} it takes at most 5 % longer than the best{source}"
     )
+
+
+def _sources(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each source of the numbers of steps, with the strategies that it is for."""
+    named: dict[str, list[str]] = {}
+    for row in rows:
+        named.setdefault(row.source, []).append(row.strategy)
+    return [f"{', '.join(names)}: {source}" for source, names in named.items() if source]
 
 
 def _assumptions(

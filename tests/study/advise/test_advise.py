@@ -93,7 +93,7 @@ def test_earlier_runs_on_like_data_decide():
         advise(**asked, skew=skew, strategies=["ddp", "demo", "powersgd", "diloco:H=30", "fedavg:H=30"])
         for skew in (None, 0.0, 0.6)
     )
-    assert any("tasks with a label skew near 0.60 count most" in line for line in few.assumptions)
+    assert any("those with a label skew near 0.60 count most" in line for line in few.assumptions)
     assert not any("label skew" in line for line in plain.assumptions)
     steps = [{row.strategy: row.ddp_steps for row in each.rows} for each in (dealt, few)]
     assert steps[0] != steps[1]
@@ -278,11 +278,12 @@ def test_advice_as_json():
     assert told["recommended"] == advice.recommended.strategy and told["assumptions"] == advice.assumptions
 
 
-def test_the_page_shows_what_is_printed():
-    (shown,) = re.findall(r"--step-seconds 0.8\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.S)
-    printed = str(advise(parameters=124e6, num_nodes=4, network="wifi", step_seconds="0.8")).splitlines()
+def test_the_page_shows_what_is_printed(capsys):
+    ((command, shown),) = re.findall(r"\nexogym (advise .*)\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.S)
+    assert main(command.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
     lines = [line for line in shown.splitlines() if line not in ("", "...")]
-    assert len(lines) == 8 and [line for line in printed if line in lines] == lines
+    assert len(lines) == 9 and [line for line in printed if line in lines] == lines
 
 
 # Nodes that do not wait for each other

@@ -130,11 +130,10 @@ def test_the_command_runs_for_every_strategy_that_is_compared_by_default(text, n
 
 
 def test_the_answer_leaves_out_numbers_that_say_nothing():
-    one, fast = {"num_nodes": 1}, {"network": "nvlink"}
+    one, fast = {"num_nodes": 1, "strategies": ["ddp"]}, {"network": "nvlink"}
     assert advise(**FLEET | one, steps=STEPS).answer.takes == "4.44 h for 20000 steps of 800 ms"
-    assert advise(**FLEET | fast, strategies=["diloco:H=100"]).answer.takes.endswith(
-        "; 4 times as fast as the fastest node alone"
-    )
+    takes = advise(**FLEET | fast, strategies=["ddp"], steps=STEPS).answer.takes
+    assert takes.endswith("; 3.99 times as soon as the fastest node alone, which probably takes 17.8 h")
 
 
 def test_a_narrow_terminal_does_not_break_the_command(monkeypatch, capsys):
@@ -194,12 +193,12 @@ def test_the_answer_says_when_one_node_alone_probably_reaches_the_loss_sooner():
     fleet = {"parameters": 1e7, "num_nodes": 2, "step_seconds": 1.0, "steps": 1000}
     for network, strategy, sooner in (
         ("100Gbps", "ddp", False), ("100Gbps", "diloco:H=10", False), ("100Mbps", "ddp", True),
-        ("8Mbps", "diloco:H=10", True), ("50Mbps", "diloco:H=100", True),  # faster than the node, but more steps
+        ("8Mbps", "diloco:H=10", True), ("4Mbps", "diloco:H=100", True),  # faster than the node, but more steps
     ):  # fmt: skip
         advice = advise(**fleet, network=network, strategies=[strategy])
-        (row,), said = advice.rows, "that node alone probably takes only 33.3 min" in advice.answer.takes
+        (row,), said = advice.rows, "sooner, probably in 33.3 min" in advice.answer.takes
         assert said == sooner == (row.seconds > 2000)
-    assert row.speedup > 1 and advice.answer.takes.endswith(", because it needs fewer steps")
+    assert row.speedup > 1 and re.search("the nodes compute 1.* times as fast, and need .* steps$", advice.answer.takes)
 
 
 def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
@@ -210,5 +209,5 @@ def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
         assert advice.recommended.strategy == best
         assert any("the fastest node alone" in line for line in advice.assumptions) == (best != "ddp")
     only = advise(**fleet, strategies=["ddp"])
-    assert only.recommended.strategy == "ddp" and "that node alone probably takes only" in only.answer.takes
+    assert only.recommended.strategy == "ddp" and "the fastest node alone reaches the loss sooner" in only.answer.takes
     assert not any("not recommended" in line for line in only.assumptions)
