@@ -106,6 +106,9 @@ class Cell:
         options: options of `LocalTrainer.fit`. Default: the task's nodes, steps, batch size and partitioner.
         label: the strategy's name in messages and results. Default: the call that makes the strategy.
         loss_fn, metrics: as in `LocalTrainer`.
+
+    Raises:
+        ArgumentError: `max_steps` is not a whole number of at least 1.
     """
 
     task: Task
@@ -120,6 +123,7 @@ class Cell:
     def __post_init__(self) -> None:
         of_task = {name: getattr(self.task, name) for name in ("num_nodes", "max_steps", "batch_size", "partitioner")}
         object.__setattr__(self, "options", {**of_task, "progress": False, **self.options})
+        check_count("max_steps", self.options["max_steps"])
         object.__setattr__(self, "label", self.label or repr(self.strategy))
 
     def __str__(self) -> str:
@@ -127,7 +131,8 @@ class Cell:
 
     @property
     def steps(self) -> int:
-        return int(self.options["max_steps"])
+        steps: int = self.options["max_steps"]
+        return steps
 
     @property
     def kind(self) -> tuple[int, str]:

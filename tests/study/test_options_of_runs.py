@@ -60,6 +60,8 @@ def test_an_option_of_a_placement_says_where_it_is_now() -> None:
     for study in (compare, sweep):
         with pytest.raises(ArgumentError, match=r"Placement\(engine='ray'\): .*sweep\(engine='ray'\)"):
             study("digits", {"H": [2]}, placement=Placement(engine="ray"))
+        with pytest.raises(ArgumentError, match=r"Placement\(cpus_per_process=2\): .*; leave cpus_per_process out"):
+            study("digits", {"H": [2]}, placement=Placement(cpus_per_process=2))
 
 
 def test_there_is_a_value_for_each_option_that_is_passed_on() -> None:

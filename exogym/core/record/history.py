@@ -323,10 +323,30 @@ class History(Sequence[Row]):
         if name == "node" or name not in self.columns:
             known = [column for column in self.columns if column != "node"]
             raise ArgumentError(f"column {name!r} is not in the history: {nearest(name, known)}")
-        there = [(row["step"], row[name]) for row in self.rows_after(-1, node) if row[name] is not None]
-        steps, values = zip(*there, strict=True) if there else ((), ())
-        kind = object if any(isinstance(value, str) for value in values) else LINE[name] if name in WHOLE else float
-        return np.array(steps, np.int64), np.array(values, kind)
+        lines, losses = self._buffer[: self._size], self._losses_of(node)
+        there = lines["block"] >= 0 if node is None else ~np.isnan(losses)
+        own = losses if name == "train_loss" else lines[name] if name in ("step", *OF_THE_STEP) else losses * np.nan
+        there &= ~np.isnan(own)
+        found = dict(zip(lines["step"][there].tolist(), own[there].tolist(), strict=True))
+        for step, evaluated in self._evaluations.items():
+            if node in evaluated:
+                value = own[self._line(step)].item()
+                found[step] = evaluated[node].get(name, None if math.isnan(value) else value)
+        known = {step: found[step] for step in sorted(found) if found[step] is not None}
+        is_text = any(isinstance(value, str) for value in known.values())
+        kind = object if is_text else LINE[name] if name in WHOLE else float
+        return np.array([*known], np.int64), np.array([*known.values()], kind)
+
+    def _losses_of(self, node: int | None) -> np.ndarray:
+        """Return a node's loss at each line, or the mean of all nodes' losses; NaN: there is none."""
+        lines = self._buffer[: self._size]
+        if node is None:
+            return lines["train_loss"]
+        found = np.full(len(lines), np.nan)
+        pieces = [losses[ids == node] for ids, losses in self._blocks]
+        each = [x[0] if len(x) else np.full(x.shape[1], np.nan) for x in pieces]
+        found[lines["block"] >= 0] = np.concatenate([np.empty(0), *each])
+        return found
 
     # ---------------------------------------------------------------- seeing
 

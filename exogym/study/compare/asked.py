@@ -36,6 +36,7 @@ OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory",
 IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
 _SAVED = "give out: each run has a folder there and is saved once a minute; resume=True continues"
 _HERE = "the nodes of a run are on this machine; sweep(engine='ray') has its runs on a Ray cluster"
+_ONE_CPU = "a run on Ray, sweep(engine='ray'), has one processor"
 NOT_TAKEN = {
     "num_epochs": "all runs take as many steps: give max_steps",
     "seed": "give seeds, a number or a list",
@@ -43,7 +44,7 @@ NOT_TAKEN = {
     "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
     **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
     "timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",
-    "cpus_per_process": "a run on Ray, sweep(engine='ray'), has one processor",
+    "cpus_per_process": _ONE_CPU,
 }
 
 
@@ -95,8 +96,9 @@ class StudyOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.placement.engine is not None:
-            raise ArgumentError(f"placement={self.placement}: {_HERE}")
+        for name, why in (("engine", _HERE), ("cpus_per_process", _ONE_CPU)):
+            if name in self.changed():
+                raise ArgumentError(f"placement={self.placement}: {why}; leave {name} out")
 
 
 @dataclass(frozen=True)

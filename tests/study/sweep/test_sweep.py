@@ -268,6 +268,13 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*words, "--resume"]) == 0
 
 
+def test_a_cell_knows_its_steps() -> None:
+    """Its progress, and when it saves, depend on them."""
+    for steps in (None, 0, "5"):
+        with pytest.raises(ArgumentError, match="max_steps="):
+            cells.Cell(load_task("digits"), parse_strategy("ddp"), options={"max_steps": steps})
+
+
 def test_each_cell_has_its_own_folder(tmp_path: Path) -> None:
     """A cell would otherwise take another one's outcome for its own."""
     task = load_task("digits")
