@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from exogym.core.engine.children import fork
 from exogym.core.engine.engines import place
-from exogym.core.engine.forks import fork, run_forked
+from exogym.core.engine.forks import run_forked
 from exogym.core.engine.wire import ProcessWire
 
 WIDTH = 1001

@@ -159,9 +159,6 @@ def compare(
     given = asked_in(context) | {"speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
-    for name in ("step_seconds", "speeds"):
-        if given[name] is not None and given["network"] is None:
-            raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
     if context.params["estimate"]:
         print(estimate_of_comparison(**placed(given)))

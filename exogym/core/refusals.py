@@ -256,7 +256,7 @@ REFUSED: tuple[Refused, ...] = (
         "give fit the step time of a client at speed 1, for example step_seconds='50ms'",
     ),
     Refused(
-        ("step_seconds", "timeline", "speeds"),
+        ("step_seconds", "timeline"),
         "no network",
         "virtual time needs a network",
         "give network, for example network='1Gbps,0.5ms'",

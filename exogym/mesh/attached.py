@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from exogym.communicator import gather
-from exogym.core.base.torch_private import in_this_process, own_parameters
 from exogym.core.compute.pointer import Pointer
 from exogym.core.engine import world_size
 from exogym.core.engine.wire import ProcessWire
@@ -29,7 +28,7 @@ from exogym.errors import ArgumentError, ModelError
 from exogym.fleet import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.devices import share_buffers
-from exogym.mesh.places import even_part
+from exogym.mesh.places import even_part, local_of
 from exogym.mesh.split import whole_layouts
 from exogym.mesh.torch_private import hold_shard, sharded_parameters, take_gradient
 from exogym.mesh.wire import MeshWire
@@ -59,7 +58,7 @@ class Shards:
         self.wire, self.inside = wire, wire.devices
         part, size = self.inside.part, self.inside.parts
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        handles = {id(own_parameters(module)[name]): handle for module, name, handle in sharded_parameters(model)}
+        handles = {id(getattr(module, name)): handle for module, name, handle in sharded_parameters(model)}
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sharded: list[nn.Parameter] = []
         self._handles: list[Any] = []
@@ -68,14 +67,14 @@ class Shards:
         for slot in (slot for layout in self.parts[part] for slot in layout):
             p = named[slot.name]
             _check(slot.name, p, handles.get(id(p)), dist.get_process_group_ranks(self.inside.group))
-            if in_this_process(p).shape != slot.shape:
+            if local_of(p).shape != slot.shape:
                 raise ModelError(
-                    f"{slot.name!r} has {tuple(in_this_process(p).shape)} in process {part} of its node, wanted "
+                    f"{slot.name!r} has {tuple(local_of(p).shape)} in process {part} of its node, wanted "
                     f"{tuple(slot.shape)}: {HOW}"
                 )
             self._sharded.append(p)
             self._handles.append(handles[id(p)])
-        self._homes = [in_this_process(p).detach() for p in self._sharded]
+        self._homes = [local_of(p).detach() for p in self._sharded]
         self.stream = (part,) if part else ()
 
     def holding(self, pointer: Pointer) -> Shards:
@@ -98,7 +97,7 @@ class Shards:
         """Raise ModelError if the user's code has replaced a parameter, or moved it to other memory."""
         self._pointer.check(row)
         for name, p, view in zip(self._pointer.names, self._sharded, self._pointer.at, strict=True):
-            if in_this_process(p).data_ptr() != view.data_ptr():
+            if local_of(p).data_ptr() != view.data_ptr():
                 raise ModelError(
                     f"training moved parameter {name!r} to other memory; change its values in place, or load them with "
                     "set_model_state_dict"

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from exogym.communicator import Columns, Wire
 from exogym.core.base.batches import batch_examples
-from exogym.core.base.torch_private import own_parameters
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.worker import Worker
 from exogym.mesh import NodeMesh
@@ -158,8 +157,9 @@ class NodeDevices:
             for p, shape in zip(self._originals, shapes, strict=True)
         }
         for module in self.within.model.modules():
-            own = own_parameters(module)
-            own |= {name: lost[id(p)] for name, p in own.items() if id(p) in lost}
+            for name, p in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+                if id(p) in lost:
+                    module.register_parameter(name, lost[id(p)])
 
     # Computing
 

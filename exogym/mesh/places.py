@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from exogym.core.fleet.layout import Box, Layout, Slot
+from exogym.fleet import Layout, Slot
 from exogym.mesh import NodeMesh
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis of a parameter
 
 
 class Places:
@@ -92,10 +95,15 @@ def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple
     }
 
 
+def local_of(x: Tensor) -> Tensor:
+    """Return this process's part of a tensor, which may be a DTensor, without a copy."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def even_part(layout: Layout, part: int, parts: int) -> Layout:
     """Divide a layout into `parts` equal parts along each parameter's first axis; return part number `part`.
 
-    >>> from exogym.core.fleet.layout import layouts_of
+    >>> from exogym.fleet import layouts_of
     >>> (layout,) = layouts_of(nn.Linear(3, 5))
     >>> [even_part(layout, k, 2).numel for k in range(2)], even_part(layout, 0, 1) is layout
     ([12, 8], True)

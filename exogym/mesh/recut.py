@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from exogym.communicator import Columns
-from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.dealing import Route
-from exogym.core.fleet.layout import Layout, layouts_of
-from exogym.fleet import row_matrix
+from exogym.fleet import Layout, layouts_of, row_matrix
 from exogym.mesh.places import even_part
-from exogym.mesh.split import Context, Part, Split
+from exogym.mesh.split import Context, Loss, Part, Split
 
 
 class Recut(Split):

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh.places import box_shape
 from exogym.mesh.sending import gather, hand_on, scatter_sums, sums
-from exogym.mesh.split import Context, Part, Placed, passes
+from exogym.mesh.split import Context, Loss, Part, Placed, passes
 from exogym.mesh.torch_private import hold_local, take_gradient
 
 Numbers = Sequence[Sequence[int]]  # numbers of parameters, for each process on an axis

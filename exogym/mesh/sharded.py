@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.fleet import Layout
 from exogym.mesh.places import box_shape
 from exogym.mesh.sending import hand_on
-from exogym.mesh.split import Context, Part, Placed
+from exogym.mesh.split import Context, Loss, Part, Placed
 from exogym.mesh.split import passes as add_gradients
 from exogym.mesh.splits import blocks_of
 from exogym.mesh.tensors import torchs_refusals

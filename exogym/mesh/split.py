@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from exogym.communicator import ALONE
 from exogym.core.base import pulse
-from exogym.core.compute.outputs import Loss
-from exogym.core.fleet.layout import Layout, layouts_of
 from exogym.errors import ModelError
+from exogym.fleet import Layout, layouts_of
 from exogym.mesh import NodeMesh
 from exogym.mesh.places import Places, places_in
 from exogym.mesh.tensors import cut_axes, split_layers
@@ -22,6 +21,7 @@ from exogym.mesh.wire import NodeColumns
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Loss = Callable[[Any], Tensor]  # of a part of a batch
 
 
 class Split:

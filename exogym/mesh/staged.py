@@ -33,12 +33,11 @@ from torch.distributed import pipelining
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
-from exogym.core.base.torch_private import in_this_process
-from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
+from exogym.mesh.places import local_of
 from exogym.mesh.replicated import Replicated
-from exogym.mesh.split import Context, Part
+from exogym.mesh.split import Context, Loss, Part
 from exogym.mesh.splits import stages_holding, stages_of
 from exogym.mesh.torch_private import Hollow, hold_local
 from exogym.mesh.wire import NodeColumns
@@ -69,7 +68,7 @@ class Staged(Replicated):
     def gathered(self) -> Iterator[None]:
         """Return a context with the whole model in each process. Each process then needs memory for all parameters."""
         self.refresh()
-        kept = {k: in_this_process(handle).detach() for k, handle in enumerate(self.handles)}
+        kept = {k: local_of(handle).detach() for k, handle in enumerate(self.handles)}
         stages = range(self.mesh.depth)
         try:
             for these in self.kinds:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from exogym.core.base.torch_private import in_this_process
 from exogym.errors import ModelError
+from exogym.mesh.places import local_of
 
 # Fully sharded modules
 
@@ -94,7 +94,7 @@ def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return this process's part of a parameter's gradient, and remove the gradient. The gradient may be a DTensor."""
     found, parameter.grad = parameter.grad, None
-    return None if found is None else in_this_process(found)
+    return None if found is None else local_of(found)
 
 
 def forget_groups(device: torch.device) -> None:

@@ -30,20 +30,15 @@ True
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import math
 import os
-import resource
-import secrets
 import shutil
-import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -54,28 +49,20 @@ import torch
 from torch import Tensor
 
 from exogym import LocalTrainer
-from exogym.core.base import streams
 from exogym.core.base.devices import CPU, Device
-from exogym.core.base.locks import Lock, acquire
-from exogym.core.engine.forks import can_fork, die_with, fork
-from exogym.core.record.metrics import Metric
-from exogym.core.saving.export import load_history, save_history
-from exogym.engine import named_engine
+from exogym.engine import Forks, named_engine
 from exogym.errors import ArgumentError, TrainingError, WorkerError, check_count
 from exogym.files import write_json
 from exogym.options import FitOptions
 from exogym.progress import GOING_ON, without_notices
 from exogym.record import History, read_status
 from exogym.strategy import Strategy
-from exogym.study.compare.folder import CHECKPOINTS, HISTORY, OUTCOME, STATUS, read
+from exogym.study.compare.folder import CHECKPOINTS, HISTORY, OUTCOME, STATUS, lock_of, read
 from exogym.study.tasks import Task
 
 __all__ = ["Cell", "Outcome", "train"]
 
 SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
-POLL_S = 0.02
-SPARE = 1.3  # free memory before another run begins, over the memory of the largest run so far
-KIB = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,7 @@ class Cell:
     options: dict[str, Any] = field(default_factory=dict)
     label: str = ""
     loss_fn: Callable[..., Tensor] | None = None
-    metrics: dict[str, Metric] | None = None
+    metrics: dict[str, Callable[[Tensor, Tensor], Any]] | None = None
 
     def __post_init__(self) -> None:
         of_task = {name: getattr(self.task, name) for name in ("num_nodes", "max_steps", "batch_size", "partitioner")}
@@ -155,7 +142,7 @@ class Cell:
         if self.folder is None or not (self.folder / OUTCOME).exists():
             return None
         facts = read(self.folder / OUTCOME)
-        history = None if facts.get("error") else load_history(self.folder / HISTORY)
+        history = None if facts.get("error") else History.load(self.folder / HISTORY)
         try:
             return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"])
         except (KeyError, TypeError) as error:
@@ -195,7 +182,7 @@ class Cell:
                 (self.folder / STATUS).unlink()
             return {"run_dir": self.folder, "save_dir": self.folder / CHECKPOINTS, "resume": True}
         if self.folder.is_dir():
-            acquire(self.folder, secrets.token_hex(8), "out").release()  # raises if another process trains in it
+            lock_of(self.folder).release()  # raises if another process trains in it
         shutil.rmtree(self.folder, ignore_errors=True)
         return {"run_dir": self.folder}
 
@@ -203,7 +190,7 @@ class Cell:
         """Write the results into the folder, and remove its checkpoints."""
         folder.mkdir(exist_ok=True)
         if outcome.history is not None:
-            save_history(outcome.history, folder / HISTORY)
+            outcome.history.save(folder / HISTORY)
         facts = {"strategy": self.label, "seed": self.seed, "state": "failed" if outcome.error else "finished"}
         facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
         write_json(folder / OUTCOME, facts)
@@ -258,7 +245,7 @@ def train(
     engine: str | None = None,
     ended: Callable[[Cell, Outcome], object] = lambda cell, outcome: None,
     watch: Callable[[Standing], object] | None = None,
-    lock: Lock | None = None,
+    beat: Callable[[], object] = lambda: None,
 ) -> dict[Cell, Outcome]:
     """Train cells to their end, except those whose folder already has the outcome. Return the outcomes.
 
@@ -270,7 +257,7 @@ def train(
         engine: "ray" trains the cells on a Ray cluster; "auto" then takes as many processes as it has room for.
         ended: function that receives each cell and its outcome at the cell's end, also a finished cell's.
         watch: function that receives an `exogym.compare.Standing` after each evaluation in this process.
-        lock: the lock of the folder above, which gets a heartbeat now and then.
+        beat: function that this process calls now and then while it trains, such as a lock's heartbeat.
 
     Raises:
         ArgumentError: an option is wrong, cells share a folder or need one, or more than one process is wanted where
@@ -287,7 +274,7 @@ def train(
         raise ArgumentError(
             f"{folders[None]} cells have no folder, in which other processes leave their results: give each its own"
         )
-    progress, left = _Progress(cells, watch, lock), list[Cell]()
+    progress, left = _Progress(cells, watch, beat), list[Cell]()
 
     def end(cell: Cell, outcome: Outcome | None) -> None:
         assert outcome is not None
@@ -305,7 +292,7 @@ def train(
         else:
             left.append(cell)
     if pool is not None:
-        _train_in(pool, left, at_once, lambda cell: end(cell, cell.outcome()), lock)
+        _train_in(pool, left, at_once, lambda cell: end(cell, cell.outcome()), beat)
     return {cell: outcomes[cell] for cell in cells}
 
 
@@ -319,7 +306,7 @@ def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> in
     Raises:
         ArgumentError: `asked` is more than one cell, but this process cannot be forked.
     """
-    forks = can_fork() and device == CPU
+    forks = Forks.are_possible() and device == CPU
     if asked == "auto":
         return min(len(os.sched_getaffinity(0)), max(cells, 1)) if forks else 1
     check_count("processes", asked)
@@ -360,11 +347,15 @@ def _pool_of(cells: Sequence[Cell], processes: int | str, engine: str | None) ->
         room = importlib.import_module(named_engine(engine).__module__.rpartition(".")[0] + ".cells")
         return room.ClusterPool(cells), None if processes == "auto" else int(processes)
     at_once = min(processes_that_pay(processes, len(cells), cells[0].place), len(cells))
-    return (_Forks() if at_once > 1 else None), at_once
+    return (Forks(Cell.settle) if at_once > 1 else None), at_once
 
 
 def _train_in(
-    pool: Pool, cells: Sequence[Cell], most: int | None, ended: Callable[[Cell], None], lock: Lock | None
+    pool: Pool,
+    cells: Sequence[Cell],
+    most: int | None,
+    ended: Callable[[Cell], None],
+    beat: Callable[[], object],
 ) -> None:
     """Train all cells in a pool, at most `most` at the same time. Call `ended` after each, in this process."""
     waiting, running, lost = list(cells), dict[Any, Cell](), list[str]()
@@ -379,8 +370,7 @@ def _train_in(
                     lost.append(f"{cell} ({reason})")
                 else:
                     ended(cell)
-            if lock is not None:
-                lock.beat()
+            beat()
     finally:
         pool.stop(list(running))
     if lost:
@@ -390,73 +380,16 @@ def _train_in(
         )
 
 
-class _Forks:
-    """A forked process for each cell."""
-
-    def has_room(self) -> bool:
-        """Return whether free memory suffices for one more run like the largest finished run or this process."""
-        largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return Device(CPU).free_bytes() > SPARE * largest * KIB
-
-    def start(self, cell: Cell) -> int:
-        streams.flush()
-        parent, pid = os.getpid(), fork()
-        if pid:
-            return pid
-        code = 1
-        try:
-            die_with(parent)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides and sends SIGTERM
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            cell.settle()
-            code = 0
-        except KeyboardInterrupt:
-            code = 130
-        except SystemExit as end:  # the main process asked it to stop
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            traceback.print_exc(file=streams.STDERR)
-        finally:
-            with contextlib.suppress(BaseException):
-                streams.flush()
-            os._exit(code)
-
-    def ended(self, running: Sequence[int]) -> Iterator[tuple[int, str]]:
-        time.sleep(POLL_S)
-        for pid in running:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                yield pid, _why(status) if status else ""
-
-    def stop(self, running: Sequence[int]) -> None:
-        left = list(running)
-        for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            until = time.monotonic() + patience_s
-            while left and time.monotonic() < until:
-                left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
-                time.sleep(POLL_S)
-
-
-def _why(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        return f"killed by {name}" + ("; the system does so when memory runs out" if name == "SIGKILL" else "")
-    code = os.waitstatus_to_exitcode(status)
-    return "stopped by SIGTERM" if code == 128 + signal.SIGTERM else f"exit code {code}, its traceback is above"
-
-
 # ---------------------------------------------------------------- progress in this process
 
 
 class _Progress:
     """The progress of cells that this process trains, and the seconds that they have taken and will take."""
 
-    def __init__(self, cells: Sequence[Cell], watch: Callable[[Standing], object] | None, lock: Lock | None) -> None:
-        self.left, self.watch, self.lock = list(cells), watch, lock
+    def __init__(
+        self, cells: Sequence[Cell], watch: Callable[[Standing], object] | None, beat: Callable[[], object]
+    ) -> None:
+        self.left, self.watch, self.beat = list(cells), watch, beat
         self.seeds: dict[str, list[Cell]] = {}  # the cells of each label
         for cell in cells:
             self.seeds.setdefault(cell.label, []).append(cell)
@@ -475,8 +408,7 @@ class _Progress:
                 steps, seconds = self._spent.get(cell.kind, (0, 0.0))
                 self._spent[cell.kind] = steps + loop.step - step, seconds + now - then
         self._last = cell, loop.step, now
-        if self.lock is not None:
-            self.lock.beat()
+        self.beat()
         self.tell(cell, loop.step, loop.history)
 
     def tell(self, cell: Cell, step: int, history: History) -> None:

@@ -7,7 +7,7 @@
 
 All data come from the files that `exogym.core.record.run_folder` describes. You may read these files at any time: while
 a run writes them, after a kill in the middle of a line, and while a folder is being removed. If a folder has contents
-that no run writes (`exogym.core.record.schema`), `list` shows it as "unreadable", with the reason. Other folders are
+that no run writes, `list` shows it as "unreadable", with the reason. Other folders are
 not affected.
 
 >>> import tempfile
@@ -47,13 +47,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exogym.core.base.processes import is_alive
-from exogym.core.record import schema
 from exogym.core.record.run_folder import standing
-from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
 from exogym.files import beside, end_of
 from exogym.logger import NOT_IN_JSON, in_json
-from exogym.record import read_object
+from exogym.record import read_file, read_object, row_of, rows_in
 from exogym.strategy.names import short_names
 from exogym.study.compare.comparison import OF_PICTURE, plain_name, write_csv
 from exogym.study.compare.folder import OUTCOME, Folder
@@ -69,6 +67,7 @@ TAIL_BYTES = 1 << 16  # bytes at the end of a running run's records in which to 
 FROM_JSON = {text: float(name) for name, text in NOT_IN_JSON.items()}
 PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that marks it
 UNREADABLE = "unreadable"  # state of a folder with contents that no run writes
+LONGEST_NAME = 1000  # characters of a strategy's name
 ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or sweep to states of a run
 Row = dict[str, Any]
 
@@ -231,9 +230,9 @@ def stand(path: str | os.PathLike[str]) -> StoredRun:
     """
     path = Path(path)
     try:
-        about, status = schema.read(path / "run.json"), standing(path)
+        about, status = read_file(path / "run.json"), standing(path)
         kind = _parent(path, about)
-        summary = {} if kind else _numbers(schema.read(path / "summary.json"))
+        summary = {} if kind else _numbers(read_file(path / "summary.json"))
     except ArgumentError as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     if not about and not status:
@@ -250,9 +249,9 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Yield the records or events in a file of JSON lines, without incomplete lines. A missing file yields nothing.
 
     Raises:
-        ArgumentError: a line has contents that no run writes (`exogym.core.record.schema`). The message names the line.
+        ArgumentError: a line has contents that no run writes. The message names the line.
     """
-    for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
+    for row in rows_in(path):
         yield _numbers(row)
 
 
@@ -294,8 +293,8 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
     """
     path = Path(folder)
     try:
-        kind = _parent(path, schema.read(path / "run.json"))
-        about = schema.read(path / PARENTS[kind]) if kind else {}
+        kind = _parent(path, read_file(path / "run.json"))
+        about = read_file(path / PARENTS[kind]) if kind else {}
     except ArgumentError as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     labels = about.get("cells" if kind == "sweep" else "strategies")
@@ -373,10 +372,10 @@ def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -
 
 def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
     _check_name(path)
-    status, about = standing(path), schema.read(path / "run.json")
+    status, about = standing(path), read_file(path / "run.json")
     if not status and not isinstance(about.get("description"), dict):
         return None
-    last = _numbers(schema.read(path / "summary.json")) or _newest(path / "records.jsonl")
+    last = _numbers(read_file(path / "summary.json")) or _newest(path / "records.jsonl")
     description, task = about.get("description") or {}, (parent or {}).get("task")
     strategy = short_name(description.get("strategy"))
     if description.get("num_nodes") == 1 and _is_alone(path, parent or {}):
@@ -416,12 +415,12 @@ def _family(path: Path, name: str) -> builtins.list[Listed]:
     """Return a folder's lines: one run, or a comparison or sweep with its runs, or []."""
     try:
         _check_name(path)
-        about = schema.read(path / "run.json")
+        about = read_file(path / "run.json")
         kind = _parent(path, about)
         if kind is None:
             run = listed(path, name)
             return [] if run is None else [run]
-        about = schema.read(path / PARENTS[kind])
+        about = read_file(path / PARENTS[kind])
     except (ArgumentError, OSError) as error:
         above = _unreadable(path, name, error)
         return [] if above is None else [above, *_inside(path, name, {})]
@@ -464,7 +463,7 @@ def short_name(strategy: Any) -> str | None:
     """
     if not isinstance(strategy, dict) or "name" not in strategy:
         return None
-    name = str(strategy["name"])[: schema.LABEL]
+    name = str(strategy["name"])[:LONGEST_NAME]
     return short_names().get(name, name)
 
 
@@ -521,7 +520,7 @@ def _newest(path: Path) -> Row:
     lines = end.split(b"\n")[1 if len(end) == TAIL_BYTES else 0 : -1]  # complete lines
     found: Row = {}
     for line in reversed(lines):
-        row = schema.row_of(line, RECORD)
+        row = row_of(line)
         if row is not None and row.get("node") is None:
             found |= {name: value for name, value in row.items() if found.get(name) is None}
             if found.get("val_loss") is not None:

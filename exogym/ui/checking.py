@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from exogym.core.base.processes import lines_from_parent
-from exogym.core.record import schema
 from exogym.data import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
@@ -28,7 +27,7 @@ from exogym.study.compare.entries import split_strategies
 from exogym.study.compare.run import heading_of, session_of
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import SINGLE
-from exogym.study.sweep.axes import Axes, arguments_of, axes_of, grid, label_of
+from exogym.study.sweep.axes import Axes, arguments_of, axes_of, check_few, grid, label_of
 from exogym.study.tasks import Task, load_task
 
 QUICK = ("digits", "mnist", "shakespeare", "cifar10")  # tasks that load in less than a second
@@ -147,11 +146,7 @@ def _axes_of(options: Mapping[str, Any], errors: list[Trouble]) -> Axes:
     lines = [str(text).partition("=") for text in options.get("axes", ())]
     with _noted(errors, option="axes"):
         axes = axes_of([LONG.get(name.strip(), name) + equals + values for name, equals, values in lines])
-        count = math.prod(len(values) for values in axes.values() if isinstance(values, list))
-        if count > schema.MOST_CELLS:
-            raise ArgumentError(
-                f"the sweep has {count:,} cells, but at most {schema.MOST_CELLS:,} may run: sweep fewer values"
-            )
+        check_few(math.prod(len(values) for values in axes.values() if isinstance(values, list)))
         return axes
     return {}
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from exogym.core.base.files import opened_plain
-from exogym.core.record.schema import EVENT, LINE_BYTES, RECORD, check_length, row_of
+from exogym.core.record.schema import LINE_BYTES, check_length
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
+from exogym.record import row_of
 
 PIECE_BYTES = 1 << 19  # bytes of one read
 MARK_BYTES = 64  # bytes before a position, to recognize the file
@@ -89,7 +90,7 @@ def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row |
                 at += len(line)
                 if is_model and OF_A_NODE.search(line):
                     yield None, at
-                elif (row := row_of(line, RECORD)) is not None and row["step"] > step:
+                elif (row := row_of(line)) is not None and row["step"] > step:
                     yield row, at
     except OSError:
         return
@@ -105,7 +106,7 @@ def _before(file: IO[bytes], step: int) -> int:
         file.seek(middle)
         file.readline(LINE_BYTES + 1)  # the rest of a line
         begin = file.tell()
-        row = row_of(file.readline(LINE_BYTES + 1), RECORD)
+        row = row_of(file.readline(LINE_BYTES + 1))
         if begin >= high or row is None or row["step"] > step:
             high = middle
         else:
@@ -116,7 +117,7 @@ def _before(file: IO[bytes], step: int) -> int:
 def step_reached(path: Path, after: int) -> int:
     """Return the step of the newest complete record, but at most `after`. Without a record, return `after`."""
     for line in _backwards(path):
-        if (row := row_of(line, RECORD)) is not None:
+        if (row := row_of(line)) is not None:
             return min(int(row["step"]), after)
     return after
 
@@ -125,7 +126,7 @@ def newest_events(path: Path, most: int) -> list[Row]:
     """Return the newest events in the file's last 4 MB, at most `most`, oldest first. Leave out predicted times."""
     found: list[Row] = []
     for line in _backwards(path):
-        if not OF_A_CLOCK.search(line) and (row := row_of(line, EVENT)) is not None:
+        if not OF_A_CLOCK.search(line) and (row := row_of(line, "events.jsonl")) is not None:
             found.append(row)
             if len(found) == most:
                 break

@@ -13,8 +13,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from exogym.core.record.schema import EVENT, RECORD, row_of
 from exogym.logger import in_json
+from exogym.record import row_of
 from exogym.study import runs
 from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Position, piece_after
 from exogym.ui.views import NodesPicture
@@ -130,10 +130,11 @@ class _Followed:
         return any([self._read("records.jsonl"), self._read("events.jsonl")])
 
     def _read(self, name: str) -> bool:
-        kinds, wanted = (RECORD, OF_A_NODE) if name == "records.jsonl" else (EVENT, OF_A_CLOCK)
+        is_record = name == "records.jsonl"
+        wanted = OF_A_NODE if is_record else OF_A_CLOCK
         place = self._places[name]
         lines, reached, is_anew, is_more = piece_after(self.path / name, place)
-        rows = [row for line in lines if wanted.search(line) and (row := row_of(line, kinds)) is not None]
+        rows = [row for line in lines if wanted.search(line) and (row := row_of(line, name)) is not None]
         with self._lock:
             if self._places[name] is not place:  # another thread has read it
                 return True
@@ -141,7 +142,7 @@ class _Followed:
                 self._begin()
             self._places[name] = reached
             for row in rows:
-                (self._picture.take_record if kinds is RECORD else self._picture.take_event)(row)
+                (self._picture.take_record if is_record else self._picture.take_event)(row)
         return is_more or is_anew
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import TIMELINE
-from exogym.core.record import schema
 from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError
+from exogym.record import read_file
 from exogym.study import runs
 from exogym.study.compare.colors import looks_of
 from exogym.study.compare.folder import Folder
@@ -216,7 +216,7 @@ def timeline_of(
         from_s, until_s, whole_s: predicted time at the start and end of the returned spans, and at the end of the run.
         shares: each kind's share of the run's whole time.
     """
-    found = schema.read(path / TIMELINE)
+    found = read_file(path / TIMELINE)
     spans = found.get("spans")
     if not isinstance(spans, list):
         return {}
@@ -254,7 +254,7 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     Raises:
         ArgumentError: the sweep has more than 100,000 runs.
     """
-    sweep = schema.read(path / "sweep.json")
+    sweep = read_file(path / "sweep.json")
     cells, axes = sweep.get("cells"), sweep.get("axes")
     if cells is None or axes is None:
         return {}

@@ -435,7 +435,7 @@ def test_layouts_that_cannot_be(name):
 
 
 def test_where_forking_is_not_safe_it_is_said(monkeypatch):
-    monkeypatch.setattr("exogym.core.engine.forks.can_fork", lambda: False)
+    monkeypatch.setattr("exogym.core.engine.children.Forks.are_possible", lambda: False)
     with pytest.raises(ArgumentError, match=r"processes are forked .* start the script with python -m exogym.launch"):
         train(**AVERAGES, processes=2)
 

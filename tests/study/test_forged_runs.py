@@ -246,7 +246,7 @@ def test_a_bad_field_is_named(
     if says is None:  # no part of the run itself
         assert found["bad"].state == "lost"
         with pytest.raises(ArgumentError, match="hosts="):
-            schema.read(bad / name)
+            schema.read_file(bad / name)
         return
     assert found["bad"].state == "unreadable" and found["bad"].started_s is None
     with pytest.raises(ArgumentError, match=says):
@@ -311,7 +311,7 @@ def test_what_a_run_writes_is_what_the_schema_has(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"run\.json: description"):
         RunFolder(tmp_path / "other", 3, False, {"description": 7}).start({})
     with pytest.raises(ArgumentError, match="state=7"):
-        schema.check("run.json", {"strategies": {}, "state": 7})
+        schema.check_file("run.json", {"strategies": {}, "state": 7})
 
 
 # Every file of a stranger that a command reads: nothing runs, nothing outside its folder is opened, none takes long

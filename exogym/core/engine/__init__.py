@@ -10,6 +10,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "Forked",
+    "Forks",
     "Group",
     "Nodes",
     "engine_for",
@@ -18,6 +19,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from exogym.core.engine.children import Forks
     from exogym.core.engine.engines import DEVICES as DEVICES
     from exogym.core.engine.engines import (
         ENGINES,

@@ -205,9 +205,10 @@ class Forked:
         return options.processes
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
-        from exogym.core.engine.forks import can_fork, run_forked
+        from exogym.core.engine.children import Forks
+        from exogym.core.engine.forks import run_forked
 
-        if options.device != CPU or not can_fork():
+        if options.device != CPU or not Forks.are_possible():
             here = {"no forks": f"device {str(options.device)!r} here"}
             check({"processes": f"processes={options.processes}"} | here)
         return run_forked(options.placement, body, options.native, options.hang_s)

@@ -9,21 +9,19 @@ port. The main process notices if another process dies or hangs. If it ends itse
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
+import functools
 import math
 import mmap
 import os
 import pickle
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from exogym.core.base import pulse, streams
-from exogym.core.base.devices import is_accelerator_used
+from exogym.core.base import pulse
+from exogym.core.engine.children import killed, started
 from exogym.core.engine.hangs import shows_stacks, stacks_of
 from exogym.core.engine.reports import held, packed, unpacked
 from exogym.core.engine.shared import STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
@@ -31,12 +29,6 @@ from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
 PATIENCE_S, POLL_S = 2.0, 0.001  # seconds: to end after a stop; between two checks of a process
-DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
-
-
-def can_fork() -> bool:
-    """Return whether this process can be forked safely: on Linux, with no accelerator in use."""
-    return sys.platform == "linux" and not is_accelerator_used()
 
 
 def run_forked(
@@ -62,11 +54,26 @@ def run_forked(
         with pulse.kept_in(memory, pulse_byte(child.process)), shows_stacks(child.report.fileno()):
             body(wire_of(child.process, [child.own_line]))
 
-    streams.flush()
+    def code_of(child: _Child) -> int:
+        for other in children:
+            other.line.close()
+        for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
+            signal.signal(ignored, signal.SIG_IGN)
+        try:
+            work(child)
+            return 0
+        except Lost:  # the main process is gone or ending
+            return 1
+        except BaseException as error:
+            child.write_report(error)
+            return 1
+
     try:
         for process in range(1, len(placement)):
-            children.append(_Child(process))
-            _fork(children, work)
+            children.append(child := _Child(process))
+            child.pid = started(functools.partial(code_of, child))
+            child.status = None
+            child.own_line.close()
         wire = wire_of(0, [child.line for child in children])
         try:
             result = body(wire)
@@ -89,57 +96,6 @@ def run_forked(
             child.line.close()
         for child in children:
             child.end(patience_s)
-
-
-def fork() -> int:
-    """Fork this process. Return the child's process id, or 0 in the child.
-
-    Python's garbage collector in the child ignores the caller's objects. Otherwise the destructor of a process group
-    would wait for threads that a fork does not copy.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    pid = os.fork()
-    if not pid:
-        gc.freeze()
-    if collects:
-        gc.enable()
-    return pid
-
-
-def _fork(children: Sequence[_Child], work: Callable[[_Child], None]) -> None:
-    """Fork the last of `children`, which calls `work`."""
-    child, parent, pid = children[-1], os.getpid(), fork()
-    if pid:
-        child.pid, child.status = pid, None
-        child.own_line.close()
-        return
-    code = 1
-    try:
-        for other in children:
-            other.line.close()
-        die_with(parent)
-        signal.set_wakeup_fd(-1)
-        for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
-            signal.signal(ignored, signal.SIG_IGN)
-        work(child)
-        code = 0
-    except Lost:
-        pass  # the main process is gone or ending
-    except BaseException as error:
-        child.write_report(error)
-    finally:
-        with contextlib.suppress(BaseException):
-            streams.flush()
-        os._exit(code)
-
-
-def die_with(parent: int) -> None:
-    """Let the system kill this process when its parent ends for any reason."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 class _Child:
@@ -197,9 +153,7 @@ class _Child:
             given, text = pickle.loads(report)
             return unpacked(given, text, who)
         if os.WIFSIGNALED(self.status):
-            name = signal.Signals(os.WTERMSIG(self.status)).name
-            cause = "; the system does so when memory runs out" if name == "SIGKILL" else ""
-            return WorkerError(f"{who} was killed by {name}{cause}; earlier checkpoints are valid")
+            return WorkerError(f"{who} was {killed(self.status)}; earlier checkpoints are valid")
         return WorkerError(
             f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints are valid"
         )

@@ -8,6 +8,7 @@ stored once. A row becomes a dict only when somebody reads it.
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 from bisect import bisect_left
@@ -15,8 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import beside, check_regular, replacing
 from exogym.core.record.views import figure_of
 from exogym.errors import ArgumentError, nearest, needs
 
@@ -332,10 +335,10 @@ class History(Sequence[Row]):
             if node in evaluated:
                 value = own[self._line(step)].item()
                 found[step] = evaluated[node].get(name, None if math.isnan(value) else value)
-        known = {step: found[step] for step in sorted(found) if found[step] is not None}
-        is_text = any(isinstance(value, str) for value in known.values())
+        given = {step: found[step] for step in sorted(found) if found[step] is not None}
+        is_text = any(isinstance(value, str) for value in given.values())
         kind = object if is_text else LINE[name] if name in WHOLE else float
-        return np.array([*known], np.int64), np.array([*known.values()], kind)
+        return np.array([*given], np.int64), np.array([*given.values()], kind)
 
     def _losses_of(self, node: int | None) -> np.ndarray:
         """Return a node's loss at each line, or the mean of all nodes' losses; NaN: there is none."""
@@ -371,6 +374,42 @@ class History(Sequence[Row]):
         return f"<History: the averaged model: {len(rows)} rows of {len(self)}, up to step {step}>"
 
     # ---------------------------------------------------------------- files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the history to the safetensors file `path`, completely or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        >>> import tempfile
+        >>> history = History()
+        >>> history.add_evaluation(3, 0, {"val_loss": 2.5})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     history.save(f"{folder}/history.safetensors")
+        ...     [(row["step"], row["val_loss"]) for row in History.load(f"{folder}/history.safetensors")]
+        [(3, 2.5)]
+        """
+        state = self.state()
+        arrays = {name: np.ascontiguousarray(x) for name, x in state.items() if isinstance(x, np.ndarray)}
+        others = {name: x for name, x in state.items() if name not in arrays}
+        with beside(path) as made:
+            save_file(arrays, made, metadata={"history": json.dumps(others)})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> History:
+        """Return the history from a file that `save` wrote.
+
+        Raises:
+            ArgumentError: the file is missing or incomplete, or holds no history.
+        """
+        try:
+            check_regular(path)
+            with safe_open(str(path), framework="np") as file:
+                state = json.loads(file.metadata()["history"])
+                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return cls.from_state(state)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"{str(path)!r} holds no history: {error!r}; train again") from error
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row to a CSV file with a header. Missing values are empty.

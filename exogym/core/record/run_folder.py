@@ -128,7 +128,7 @@ class RunFolder(OnDisk):
         about["process"] = self._process
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
             about = in_json(about | {"started_s": self._started} | self.more)
-            schema.check("run.json", about)  # a run whose folder could not be read again must not start
+            schema.check_file("run.json", about)  # a run whose folder could not be read again must not start
             _write(self.folder / "run.json", about)
         self.event({"kind": "start", "step": self._step, "process": self._process})
         self._say()
@@ -226,7 +226,7 @@ def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ArgumentError: status.json has a field that no run writes.
     """
-    status = schema.read(Path(folder) / "status.json")
+    status = schema.read_file(Path(folder) / "status.json")
     process, heard_s = status.get("process"), status.get("heartbeat_s")
     if process is None or heard_s is None or process.get("pid") is None:
         return {}
@@ -244,7 +244,7 @@ def read_object(path: Path) -> dict[str, Any]:
     {}
     """
     try:
-        return schema.read(path)
+        return schema.read_file(path)
     except ArgumentError:
         return {}
 

@@ -4,8 +4,8 @@ A run folder may come from another machine or program. So every reader uses this
 JSON and nesting depth. It also checks for each field that is used whether its type and length are right and its numbers
 are finite. If a check fails, an `ArgumentError` names the file and the field.
 
->>> check("status.json", {"state": "running", "step": 3})
->>> check("status.json", {"state": "running", "started_s": "x"})
+>>> check_file("status.json", {"state": "running", "step": 3})
+>>> check_file("status.json", {"state": "running", "started_s": "x"})
 Traceback (most recent call last):
 ...
 exogym.errors.ArgumentError: status.json: started_s='x': wanted a finite number
@@ -185,7 +185,7 @@ OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
 }  # fmt: skip
 
 
-def check(name: str, found: Mapping[str, Any]) -> None:
+def check_file(name: str, found: Mapping[str, Any]) -> None:
     """Check the fields of the file `name`.
 
     Raises:
@@ -195,7 +195,7 @@ def check(name: str, found: Mapping[str, Any]) -> None:
     _check(name, kinds, found)
 
 
-def read(path: str | os.PathLike[str]) -> Row:
+def read_file(path: str | os.PathLike[str]) -> Row:
     """Return the JSON object in one of the files `OBJECTS`; {} if the file is missing or not a plain file.
 
     Raises:
@@ -220,7 +220,7 @@ def read(path: str | os.PathLike[str]) -> Row:
         raise ArgumentError(f"{path.name} is not complete JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
         raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted a JSON object")
-    check(path.name, found)
+    check_file(path.name, found)
     return found
 
 
@@ -247,10 +247,11 @@ def parsed(data: bytes) -> Any:
     raise ValueError(f"nested more than {MOST_DEPTH} deep")
 
 
-def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
-    """Return the JSON object in a line of records or events. Return None if the line is incomplete.
+def row_of(line: bytes, name: str = "records.jsonl") -> Row | None:
+    """Return the JSON object in a line of the file `name`, "records.jsonl" or "events.jsonl". NaN and infinities are
+    texts.
 
-    A line is incomplete if its writer was killed.
+    Return None if the line is incomplete, because its writer was killed.
 
     Raises:
         ArgumentError: a field has a wrong value.
@@ -261,32 +262,34 @@ def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
         return None
     if not isinstance(row, dict):
         return None
-    if kinds is RECORD:
-        if row.get("step") is None:
-            raise ArgumentError("records.jsonl: a record has no step")
-        if not _is_of_numbers(row):
-            _check("records.jsonl", kinds, row, PLAIN)
-    else:
-        _check("events.jsonl", kinds, row)
+    if name == "events.jsonl":
+        _check(name, EVENT, row)
+    elif row.get("step") is None:
+        raise ArgumentError("records.jsonl: a record has no step")
+    elif not _is_of_numbers(row):
+        _check("records.jsonl", RECORD, row, PLAIN)
     return row
 
 
-def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator[Row]:
-    """Yield the objects in a file's lines, without incomplete lines. Yield nothing if there is no such plain file.
+def rows_in(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Yield the objects in the lines of records.jsonl or events.jsonl (see `row_of`), without incomplete lines.
+
+    Yield nothing if there is no such plain file.
 
     Raises:
         ArgumentError: a line has a field with a wrong value. The message names the line.
     """
+    name = Path(path).name
     try:
         with opened_plain(path) as file:
             number = 0
             while line := file.readline(LINE_BYTES + 1):
                 number += 1
                 if not line.endswith(b"\n"):
-                    check_length(line, Path(path).name)
+                    check_length(line, name)
                     return  # the last line, incomplete
                 try:
-                    row = row_of(line, kinds)
+                    row = row_of(line, name)
                 except ArgumentError as error:
                     raise ArgumentError(f"{error} (line {number})") from None
                 if row is not None:

@@ -1,15 +1,14 @@
-"""Write a trained model or a history to one safetensors file, and read it again."""
+"""Write a trained model to one safetensors file, and read it again; split a history into tensors and JSON values."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -121,38 +120,3 @@ def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = history.state()
     arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
     return arrays, {name: x for name, x in state.items() if name not in arrays}
-
-
-def save_history(history: History, path: str | Path) -> None:
-    """Write `history` to the safetensors file `path`, completely or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-
-    >>> import tempfile
-    >>> history = History()
-    >>> history.add_evaluation(3, 0, {"val_loss": 2.5})
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_history(history, f"{folder}/history.safetensors")
-    ...     [(row["step"], row["val_loss"]) for row in load_history(f"{folder}/history.safetensors")]
-    [(3, 2.5)]
-    """
-    arrays, plain = split_history(history)
-    with beside(path) as made:
-        save_file(arrays, made, metadata={"history": json.dumps(plain)})
-
-
-def load_history(path: str | Path) -> History:
-    """Return the history from a file that `save_history` wrote.
-
-    Raises:
-        ArgumentError: the file is missing or incomplete, or holds no history.
-    """
-    try:
-        check_regular(path)
-        with safe_open(str(path), framework="pt") as file:
-            state = json.loads(file.metadata()["history"])
-            state |= {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
-        return History.from_state(state)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(f"{str(path)!r} holds no history: {error!r}; train again") from error

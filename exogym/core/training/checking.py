@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,11 +18,16 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.faults import Faults
 from exogym.strategy.strategy import Strategy
 
+__all__ = ["checked_options"]
+
 CHOICES = {"compute": WAYS, "on_nonfinite": POLICIES, "precision": AUTOCAST}
 
 
-def checked_options(asked: FitOptions) -> FitOptions:
+def checked_options(asked: FitOptions, of_data: Mapping[str, str] | None = None) -> FitOptions:
     """Check each option alone, then the options' combinations. Return the options, with texts turned into values.
+
+    Args:
+        of_data: features of the data, from `exogym.data.Stream.features`, to check together with the options.
 
     Raises:
         ArgumentError: a value has the wrong kind, is out of range, or contradicts another option.
@@ -41,7 +46,7 @@ def checked_options(asked: FitOptions) -> FitOptions:
         options = replace(options, network=Network.of(asked.network))
     if options.faults is not None and options.faults.bad_nodes:
         options = replace(options, strategy=options.strategy.beside(options.faults))
-    check(options.features())
+    check({**options.features(), **(of_data or {})})
     _check_counts(options)
     return options
 

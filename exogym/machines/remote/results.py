@@ -15,7 +15,7 @@ from exogym.core.base.files import regular_text, write_json
 from exogym.core.communicator import ship, tell
 from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
-from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
+from exogym.core.saving.export import load_model, save_model, split_history
 from exogym.errors import ExoGymError
 from exogym.machines.remote.orders import FIT, PROGRESS, RUN, RUNS
 from exogym.machines.remote.world import own_wire
@@ -50,7 +50,7 @@ def write(folder: Path, fit: int, trainer: Trainer) -> None:
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(trainer.model, folder / model_name)
-    save_history(trainer.history, folder / history_name)
+    trainer.history.save(folder / history_name)
     write_json(folder / facts_name, {"description": trainer.description, "traffic": trainer.traffic}, indent=None)
 
 
@@ -151,7 +151,7 @@ def facts_of(folder: Path, fit: int) -> FitResults:
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads(regular_text(folder / facts_name))
-        return FitResults(load_history(folder / history_name), facts["description"], facts["traffic"])
+        return FitResults(History.load(folder / history_name), facts["description"], facts["traffic"])
     except Exception as error:
         raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; train again") from error
 

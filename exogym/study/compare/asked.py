@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from exogym.core.record.metrics import Metric
     from exogym.data import Partitioner
     from exogym.network import Network
     from exogym.strategy import Strategy
@@ -92,7 +91,7 @@ class StudyOptions(RunOptions):
     out: str | os.PathLike[str] | None = None
     resume: bool = FitOptions.resume
     loss_fn: Callable[..., Tensor] | None = None
-    metrics: dict[str, Metric] | None = None
+    metrics: dict[str, Callable[[Tensor, Tensor], Any]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

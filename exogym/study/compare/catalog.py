@@ -12,9 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from exogym.core.training.checking import checked_options
 from exogym.errors import ALIASES, ArgumentError
-from exogym.options import FitOptions, descriptions, placed
+from exogym.options import FitOptions, checked_options, descriptions, placed
 from exogym.strategy import Averaging
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
 from exogym.strategy.strategy import InnerOptions

@@ -12,7 +12,6 @@ from typing import Any
 
 from exogym.callbacks import Callback
 from exogym.core.base.devices import Device
-from exogym.core.record.metrics import usage
 from exogym.network import readable_seconds
 from exogym.options import takes
 from exogym.progress import readable_bytes
@@ -26,13 +25,17 @@ FIRST_STEPS = 2  # of the run that tells how many steps a part has
 
 @dataclass(frozen=True)
 class Trial:
-    """A strategy's measured seconds: for a run's start, a step of all nodes, an evaluation, and a run (`run_s`)."""
+    """A strategy's measured seconds: for a run's start, a step of all nodes, an evaluation, and a run (`run_s`).
+
+    `memory_bytes` is the largest memory that this process, or the GPU, has used so far.
+    """
 
     label: str
     start_s: float
     step_s: float
     evaluation_s: float
     run_s: float
+    memory_bytes: float
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def estimated(cells: Sequence[Cell], runs: int, at_once: int = 1) -> Estimate:
     begun, place = time.perf_counter(), cells[0].place
     trials = tuple(map(_tried, cells))
     train_s = fmean(trial.run_s for trial in trials) * runs / at_once
-    memory = usage(place, 0.0, 0.0)["memory_bytes"] * at_once
+    memory = max(trial.memory_bytes for trial in trials) * at_once
     free = float(Device(place).free_bytes())
     return Estimate(trials, runs, at_once, train_s, memory, free, time.perf_counter() - begun)
 
@@ -147,5 +150,10 @@ def _parts(cell: Cell, length: int, steps: int) -> Trial:
     _, first_evaluation_s, first = marks.found[0]
     compiling_s = max(0.0, marks.found[1][2] - marks.found[1][1] - first - part_s)  # a first part may compile
     return Trial(
-        cell.label, first - first_evaluation_s - begun + compiling_s, part_s / (last - before), evaluation_s, 0.0
+        cell.label,
+        first - first_evaluation_s - begun + compiling_s,
+        part_s / (last - before),
+        evaluation_s,
+        0.0,
+        trainer.history.last["memory_bytes"],
     )

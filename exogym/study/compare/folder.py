@@ -10,20 +10,22 @@ diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each stra
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.locks import Lock, acquire
-from exogym.core.record import schema
+from exogym.core.base.locks import LOCK, Lock, acquire
+from exogym.core.base.processes import described
 from exogym.errors import ArgumentError
 from exogym.files import new_folder, write_json
+from exogym.logger import check_writable, in_json
+from exogym.record import read_file, versions
 from exogym.study.compare.comparison import plain_name
 
 RUN, HISTORY = "run.json", "history.safetensors"
@@ -77,17 +79,14 @@ class Folder:
             ArgumentError: `out` holds no comparison, another process writes there, or the comparison's options differ.
                 The message lists the differences.
         """
-        _refuse_single_run(out)
-        saved = saved_in(out)
-        check_same(out, "comparison", saved, asked)
         path = Path(out).expanduser()
-        lock = lock_of(path)
-        try:
-            check_plain(path)
-        except BaseException:
-            lock.release()
-            raise
+        lock = locked(path, lambda: check_same(out, "comparison", saved_in(out), asked))
         return cls(path, labels, lock=lock)
+
+    def beat(self) -> None:
+        """Tell other processes that this one still writes into the folder."""
+        if self.lock is not None:
+            self.lock.beat()
 
     def release(self) -> None:
         """Release the lock, so that other processes may write into the folder."""
@@ -139,7 +138,7 @@ def unlike_in(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     """Return a line for each option in `asked` that differs in a saved description."""
     from exogym.core.saving.checkpoint import differences
 
-    asked = _known_to(saved, schema.parsed(json.dumps(asked).encode()))  # numbers that JSON lacks, as in `saved`
+    asked = _known_to(saved, in_json(asked))  # numbers that JSON lacks, as in `saved`
     before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
     if isinstance(before.get(ALL_ARGUMENTS), dict):
         before[ALL_ARGUMENTS] = _without_retired(saved, asked[ALL_ARGUMENTS])
@@ -176,6 +175,35 @@ def lock_of(path: Path) -> Lock:
         ArgumentError: another process has locked the folder, or the folder cannot be written.
     """
     return acquire(path, secrets.token_hex(8), "out")
+
+
+def locked(path: Path, check: Callable[[], object]) -> Lock:
+    """Lock the folder `path` (the argument `out`), whose contents `check` checks. Nothing in it may lead out of it.
+
+    Raises:
+        ArgumentError: as `lock_of`, `check` and `check_plain`.
+    """
+    if not (path / LOCK).exists():  # otherwise another process works there or was killed; `lock_of` finds out
+        check()
+        check_writable(path, "out")
+    lock = lock_of(path)
+    try:
+        check()  # again, because another process may have worked here
+        check_plain(path)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def is_empty(path: Path) -> bool:
+    """Return whether a folder does not exist, or holds at most a lock."""
+    return not path.exists() or (path.is_dir() and all(file.name.startswith(LOCK) for file in path.iterdir()))
+
+
+def begun() -> dict[str, Any]:
+    """Return what tells where and when a comparison or sweep began, as JSON."""
+    return {"versions": versions(), "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
 def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
@@ -250,7 +278,7 @@ def resume_command(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
 def read(path: Path) -> dict[str, Any]:
     """Return the contents of a run's or comparison's file. Raise ArgumentError if it is empty or unreadable."""
     try:
-        found = schema.read(path)
+        found = read_file(path)
         if not found:
             raise ArgumentError("it is empty, or not a plain file")
     except (ArgumentError, OSError) as error:

@@ -16,7 +16,6 @@ from torch import Tensor
 from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.clock import StepTime
-from exogym.core.combinations import check, features_of
 from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.network import Network, readable_seconds
@@ -105,8 +104,11 @@ def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) 
     Raises:
         ArgumentError: one of these checks fails.
     """
-    if network is None:
-        check({"no network": "no network"} | features_of(step_seconds=step_seconds, speeds=speeds))
+    for name, given in (("step_seconds", step_seconds), ("speeds", speeds)):
+        if network is None and given is not None:
+            raise ArgumentError(
+                f"{name}={given!r} needs network: virtual time needs a network; give one, for example network='wifi'"
+            )
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):
         raise ArgumentError(f"target_loss={target_loss!r} must be a number: the validation loss to reach")

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,6 +104,11 @@ def figure_of(
     return _figure(curves, [time_s / unit_s for time_s in known], heading, label, "{:g}".format, far, target_loss)
 
 
+def new_figure(size_inches: tuple[float, float], **options: Any) -> Figure:
+    """Return a new figure of a picture's resolution. A notebook shows it."""
+    return picture(figsize=size_inches, dpi=DOTS_PER_INCH, **options)
+
+
 def draw(
     paths: Sequence[str | os.PathLike[str]], curves: Sequence[Curve], x: str, log: bool | None, heading: str,
     network: str = "", target_loss: float | None = None,
@@ -190,13 +195,10 @@ def _figure(
     curves: Sequence[Curve], places: Sequence[np.ndarray | None], heading: str, x_label: str,
     readable: Callable[[float], str] | None, logarithmic: bool, target_loss: float | None,
 ) -> Figure:  # fmt: skip
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     titles = short_titles([curve.title for curve in curves])
     curves = [replace(curve, title=title, label=curve.label or curve.title)
               for curve, title in zip(curves, titles, strict=True)]  # fmt: skip
-    figure = picture(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
-    FigureCanvasAgg(figure)
+    figure = new_figure(SIZE_INCHES)
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
     room = (LEGEND_POINTS + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest title

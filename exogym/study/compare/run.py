@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,25 +15,20 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import Subset
 
 from exogym.core.base.devices import Device
-from exogym.core.base.processes import described
-from exogym.core.combinations import check
-from exogym.core.engine.engines import place as place_rows
-from exogym.core.record import schema
-from exogym.core.training.checking import checked_options
 from exogym.data import IID, IterableData, Stream
 from exogym.data.partition import partitioner_of
 from exogym.data.reading import COMPARED, Reader, sum_of
 from exogym.data.reading import described as described_data
 from exogym.data.stream import check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count, needs
-from exogym.options import FitOptions, RunOptions, describe, takes
+from exogym.options import FitOptions, RunOptions, checked_options, describe, takes
 from exogym.progress import notice
-from exogym.record import versions
+from exogym.record import check_file
 from exogym.strategy.averaging import spread
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
-from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, resume_command, saved_in
+from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, begun, resume_command, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.live import LiveTable, is_shown
 from exogym.study.compare.session import Session
@@ -87,13 +80,12 @@ def compare(asked: ComparisonOptions) -> Comparison:
     decisive = asked_of(session)
     description = {
         **decisive, "titles": {label: entry.title for label, entry in session.entries.items()},
-        "data": session.task.origin, "versions": versions(), "arguments": _arguments(asked),
-        "process": described(),
-        "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
-    }  # fmt: skip
+        "data": session.task.origin, "arguments": _arguments(asked),
+    } | begun()  # fmt: skip
+    description["started"] = saved.get("started", description["started"])
     if asked.out is None:
         return _carried_out(session, description)
-    schema.check("run.json", description)  # reject values that could not be read again
+    check_file("run.json", description)  # reject values that could not be read again
     if asked.resume:
         session.folder = Folder.of_asked(asked.out, decisive, session.entries)
     else:
@@ -137,10 +129,7 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
         split = IID() if wanted is None else partitioner_of(wanted)
         for seed in setting.seeds:
             split.split(task.train, setting.nodes, seed)  # raises now if a node gets no data
-    if asked.processes == "auto":  # in folders of before
-        raise ArgumentError("processes='auto': it is retired: give a number, such as processes=4 on four cores")
-    check_count("processes", asked.processes)
-    place_rows(setting.nodes, asked.processes)
+    _check_processes(asked.processes, setting.nodes)
     check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss)
     forecast = None
     if asked.network is not None:
@@ -152,13 +141,21 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     session = Session(asked, task, setting, entries, split, val, place, forecast, opening)
     for label, entry in entries.items():
         try:
-            given = session.fit_options(entry)
-            options = checked_options(FitOptions(entry.strategy, **given, save_dir="."))
+            options = FitOptions(entry.strategy, **session.fit_options(entry), save_dir=".")
+            checked_options(options)
             if stream is not None:
-                check_entry(options.features(), stream)
+                check_entry(options, stream)
         except ArgumentError as error:
             raise ArgumentError(f"{label}: {error}" if len(entries) > 1 else f"{error}") from error
     return session
+
+
+def _check_processes(processes: Any, nodes: int) -> None:
+    if processes == "auto":  # in folders of before
+        raise ArgumentError("processes='auto': it is retired: give a number, such as processes=4 on four cores")
+    check_count("processes", processes)
+    if processes > nodes:
+        raise ArgumentError(f"{processes=} for num_nodes={nodes}: every process needs a node; give at most {nodes}")
 
 
 def asked_of(session: Session) -> dict[str, Any]:
@@ -373,10 +370,10 @@ def opening_of(train: Any) -> int:
     return sum_of(again.block[:COMPARED])
 
 
-def check_entry(features: Mapping[str, str], stream: Stream) -> None:
+def check_entry(options: FitOptions, stream: Stream) -> None:
     """Raise ArgumentError if a strategy, or an option of its run, needs data with positions."""
     try:
-        check({**features, **stream.features()})
+        checked_options(options, stream.features())
     except ArgumentError as error:
         raise ArgumentError(
             f"{error}. Comparisons and sweeps take no factory: leave out the strategy or option, or read the examples "

@@ -81,7 +81,8 @@ class Session:
 
     def train_all(self, watch: Callable[[Standing], object] | None = None) -> None:
         """Train every run to its end, except runs whose outcome the folder already has."""
-        train(self.cells(), ended=self.take, watch=watch, lock=None if self.folder is None else self.folder.lock)
+        beat: Callable[[], object] = (lambda: None) if self.folder is None else self.folder.beat
+        train(self.cells(), ended=self.take, watch=watch, beat=beat)
 
     def take(self, cell: Cell, outcome: Outcome) -> None:
         self.outcomes[cell.label, cell.seed] = outcome

@@ -19,6 +19,7 @@ OF_THE_RUN: dict[str, type] = PASSED_AS_TEXT | {
     "step_seconds": str,
 }  # fmt: skip
 STRATEGY = "strategy"
+MOST_CELLS = 5000  # of a sweep; sweep.json, which any program may have written, may have no more
 LOGARITHMIC = 10  # from this ratio of its positive ends on, a search treats a range as logarithmic
 _RANGE = re.compile(r"\s*(-?[\d.]+(?:e[-+]?\d+)?)\.\.(-?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 Axes = dict[str, "list[str] | Range"]
@@ -94,6 +95,14 @@ def _values(name: str, given: Any) -> list[str] | Range:
     if not values or "" in values or len(set(values)) < len(values):
         raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, such as {name}=5,10")
     return values
+
+
+def check_few(cells: int) -> None:
+    """Raise ArgumentError if a sweep has too many cells."""
+    if cells > MOST_CELLS:
+        raise ArgumentError(
+            f"the sweep has {cells:,} cells, but at most {MOST_CELLS:,} are possible: sweep fewer values, or use search"
+        )
 
 
 def as_text(value: Any) -> str:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exogym.core.record.views import picture
 from exogym.errors import needs
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS
 from exogym.study.compare.comparison import Histories, html_of, markdown, reached_text, write_csv
-from exogym.study.compare.plots import DOTS_PER_INCH, save
+from exogym.study.compare.plots import new_figure, save
 from exogym.study.compare.summary import spread_text
 from exogym.study.sweep.axes import Axes, as_number
 
@@ -129,13 +128,9 @@ def _figure(result: Swept) -> Figure:
 
     A panel has a line for each combination of the other options if there are few; otherwise each value's best cell.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     rows = [row for row in result.rows if row["val_loss"] is not None]
     axes = [name for name in result.axes if len({row[name] for row in rows}) > 1] or list(result.axes)[:1]
-    size = PANEL_INCHES[0] * len(axes), PANEL_INCHES[1] + 0.4
-    figure = picture(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure((PANEL_INCHES[0] * len(axes), PANEL_INCHES[1] + 0.4), layout="constrained")
     for panel, name in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes, strict=True):
         lines = _lines(rows, name, [other for other in axes if other != name])
         numbers = {row[name]: as_number(row[name]) for row in rows}

@@ -12,25 +12,20 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from exogym.core.base.devices import Device
-from exogym.core.base.locks import LOCK, Lock
-from exogym.core.base.processes import described
-from exogym.core.record import schema
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count, needs
 from exogym.files import temporary_folder, write_json
-from exogym.logger import check_writable
 from exogym.options import FitOptions, RunOptions, describe, in_full, placed, takes
 from exogym.progress import notice
-from exogym.record import read_object, versions
+from exogym.record import check_file, read_object
 from exogym.study.cells import Cell, Outcome, processes_that_pay, train
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.estimate import Estimate, estimated
-from exogym.study.compare.folder import Folder, check_plain, check_same, lock_of
+from exogym.study.compare.folder import Folder, begun, check_same, is_empty, locked
 from exogym.study.compare.live import is_shown, left_text
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import MEASURES, TIMED, Summary, summary_of, target_of_best
-from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
+from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, check_few, grid, label_of
 from exogym.study.sweep.result import Swept, best_of, write
 from exogym.study.sweep.search import BATCH, propose
 from exogym.study.tasks import Task
@@ -125,11 +120,7 @@ def sweep(asked: SweepOptions) -> Swept:
         needs("optuna", "search")
         check_count("search", search)
         cells = {}
-    if (count := search or len(cells)) > schema.MOST_CELLS:
-        raise ArgumentError(
-            f"the sweep has {count:,} cells, but at most {schema.MOST_CELLS:,} are possible: sweep fewer values, or "
-            "use search"
-        )
+    check_few(search or len(cells))
     with contextlib.ExitStack() as cleanup:
         run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
         if asked.resume and out is not None:
@@ -147,16 +138,15 @@ def sweep(asked: SweepOptions) -> Swept:
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             needs("matplotlib", "demo")
-            schema.check("sweep.json", decisive | {"cells": run.cells})  # reject values that could not be read again
+            check_file("sweep.json", decisive | {"cells": run.cells})  # reject values that could not be read again
             run.path = Path(out).expanduser()
-            run.lock = _locked(run.path, decisive, asked.resume)
-            cleanup.callback(run.lock.release)
+            lock = locked(run.path, lambda: _check_folder(run.path, decisive, asked.resume))
+            cleanup.callback(lock.release)
+            run.beat = lock.beat
         problem = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
-        run.description = decisive | {
-            "versions": versions(),
+        run.description = decisive | begun() | {
             "arguments": decisive["given"] | {name: describe(value) for name, value in asked.changed().items()}
             | {"problem": problem, "axes": decisive["axes"], "search": search},
-            "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         try:
             run.train()
@@ -189,8 +179,8 @@ def estimate(asked: SweepOptions) -> Estimate:
     run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
     run.add({label: cells[label] for label in few})
     runs = len(cells) * len(run.seeds)
-    at_once = processes_that_pay(asked.processes, runs, Device.named(asked.device).place)
-    return estimated([run.sessions[label].cell(label, run.seeds[0]) for label in few], runs, min(at_once, runs))
+    tried = [run.sessions[label].cell(label, run.seeds[0]) for label in few]
+    return estimated(tried, runs, min(processes_that_pay(asked.processes, runs, tried[0].place), runs))
 
 
 def _as_json(value: Any) -> Any:
@@ -198,28 +188,11 @@ def _as_json(value: Any) -> Any:
     return [*value] if isinstance(value, range) else str(value)
 
 
-def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
-    """Lock the sweep's folder: a new one, or the folder of an interrupted sweep with the same options."""
-    if (path / LOCK).exists():  # another sweep works there or was killed; `acquire` finds out
-        lock = lock_of(path)
-    else:
-        _check_folder(path, asked, resume)
-        check_writable(path, "out")
-        lock = lock_of(path)
-    try:
-        _check_folder(path, asked, resume)  # again, because another sweep may have worked here
-        check_plain(path)
-    except BaseException:
-        lock.release()
-        raise
-    return lock
-
-
 def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
     """Check that the folder is empty or, with `resume`, that it holds a sweep with the same options."""
     before = read_object(path / SWEEP)
     if not resume:
-        if path.exists() and (not path.is_dir() or any(not file.name.startswith(LOCK) for file in path.iterdir())):
+        if not is_empty(path):
             hint = "resume it there (--resume), or " if before else ""
             raise ArgumentError(f"out={str(path)!r} already holds files: {hint}give another folder")
         return
@@ -235,7 +208,7 @@ class _Sweep:
     def __init__(self, options: SweepOptions, task: Task, axes: Axes) -> None:
         self.options, self.task, self.axes = options, task, axes
         self.path, self.description = Path(), dict[str, Any]()
-        self.lock: Lock | None = None
+        self.beat: Callable[[], object] = lambda: None
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
         self.asked: dict[str, Any] = {}
@@ -286,7 +259,7 @@ class _Sweep:
 
     def _train(self, labels: Sequence[str]) -> None:
         """Train the runs of some cells, except runs that the folder already has."""
-        folder, left = Folder(self.path, self.cells, lock=self.lock), list[Cell]()
+        folder, left = Folder(self.path, self.cells), list[Cell]()
         for session in map(self.sessions.__getitem__, labels):
             session.folder = folder
             for cell in session.cells():
@@ -296,7 +269,7 @@ class _Sweep:
                     session.take(cell, known)
         self.path.mkdir(parents=True, exist_ok=True)
         self.describe("running")
-        train(left, self.options.processes, engine=self.options.engine, ended=self._ended, lock=self.lock)
+        train(left, self.options.processes, engine=self.options.engine, ended=self._ended, beat=self.beat)
 
     def _ended(self, cell: Cell, outcome: Outcome) -> None:
         self.sessions[cell.label].take(cell, outcome)

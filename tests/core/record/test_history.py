@@ -13,7 +13,7 @@ import torch
 
 from exogym.core.base.files import replacing
 from exogym.core.record.history import COLUMNS, History
-from exogym.core.record.schema import RECORD, row_of
+from exogym.core.record.schema import row_of
 from exogym.errors import ArgumentError, ExoGymError
 
 NAN = float("nan")
@@ -339,4 +339,4 @@ def test_a_name_with_half_a_character_is_written_out_and_its_record_can_be_read(
     history.add_evaluation(1, 0, {name: 1.0, "said": name})
     (row,) = history
     line = (json.dumps(row) + "\n").encode()
-    assert row_of(line, RECORD) == row and row["l\\udce9"] == 1.0 and row["said"] == "l\\udce9"
+    assert row_of(line) == row and row["l\\udce9"] == 1.0 and row["said"] == "l\\udce9"

@@ -10,7 +10,7 @@ from corrupted import FEW, MANY, impatient, mutated, read_or_refused
 from torch import nn
 
 from exogym import LocalTrainer, load_model, save_model
-from exogym.core.saving.export import load_history
+from exogym.core.record.history import History
 from exogym.errors import ArgumentError, ModelError
 from exogym.models import CharGPT
 from exogym.strategy import DiLoCoStrategy
@@ -121,7 +121,7 @@ def test_links_to_files_are_read_and_pipes_are_not(tmp_path):
         with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
             load_model(gpt(1), path)
     with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
-        load_history(tmp_path / "pipe")
+        History.load(tmp_path / "pipe")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")
     with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):

@@ -9,13 +9,13 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from processes import Started
 
 from exogym.cli import main
-from exogym.core.base.devices import Device
 from exogym.errors import ArgumentError, WorkerError
 from exogym.strategy.registry import parse_strategy
 from exogym.study import cells, runs
@@ -218,7 +218,8 @@ def test_a_run_whose_process_is_killed_takes_no_other_with_it(tmp_path: Path, mo
 def test_without_memory_for_another_run_they_follow_one_another(
     free_bytes: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Device, "free_bytes", lambda self: free_bytes)
+    fake = SimpleNamespace(free_bytes=lambda: free_bytes)  # for the pool alone, not for the runs
+    monkeypatch.setattr("exogym.core.engine.children.Device", lambda place: fake)
     sweep("digits", {"H": [2, 5]}, seeds=1, processes=2, out=tmp_path / "sweep", **(SMALL | {"max_steps": 200}))
     spans = sorted((run.started_s, run.heard_s) for run in runs.list(tmp_path) if run.kind == "run")
     assert (spans[0][1] > spans[1][0]) is overlap
