@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures tutorials notebooks gallery atlas benchmark reproductions research-test test test-all slow lint prose types format table bench dist docs clean
+.PHONY: help device-test demo ui-demo pictures tutorials notebooks gallery atlas benchmark reproductions research-test test test-all slow lint prose types format table bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -21,11 +21,14 @@ ui-demo: $(VENV)/.stamp-ui,demo ## train three ways, and show it in the browser:
 	$(BIN)/exogym compare --dataset digits --strategies ddp,diloco,fedavg --nodes 4 --seeds 1 & \
 	$(BIN)/exogym ui; wait
 
-test: lint types ## everything a change must pass: format, lint, types, tests
+test: lint types device-test ## everything a change must pass: format, lint, types, tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(PYTEST_ARGS)
 
 test-all: lint types ## the fast tests and the slow ones, and the share of lines that they run (hours)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" --cov --cov-report=term $(PYTEST_ARGS)
+
+device-test: $(VENV)/.stamp-dev ## the tests of accelerators, on a fake one that is compiled first; needs a C++ compiler
+	EXOGYM_FAKE_DEVICE=1 $(BIN)/python -m pytest tests/device
 
 slow: $(VENV)/.stamp-dev ## the tests that take minutes
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
@@ -93,7 +96,7 @@ clean: ## remove what checks and builds leave (.venv and runs/ stay)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
-test test-all slow research-test bench benchmark reproductions atlas pictures tutorials: export OMP_NUM_THREADS = 1
+test test-all slow device-test research-test bench benchmark reproductions atlas pictures tutorials: export OMP_NUM_THREADS = 1
 # Else every worker compiles every test file and the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
