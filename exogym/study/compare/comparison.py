@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import html
+import importlib.util
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +21,7 @@ from exogym.files import replacing
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 from exogym.record import History
-from exogym.study.compare.plots import (
-    Curve,
-    draw,
-    figure_of,
-)
+from exogym.study.compare.plots import Curve, draw, figure_of, save
 from exogym.study.compare.summary import Row, Track, spread_text
 
 if TYPE_CHECKING:
@@ -71,11 +70,11 @@ class Comparison:
         """Whether the rows have predicted times."""
         return "time_s" in self.rows[0]
 
-    def plot(self, x: str = "step", log: bool | None = None) -> Figure:
+    def plot(self, x: str = "bytes", log: bool | None = None) -> Figure:
         """Plot each strategy's mean validation loss, with a band over its seeds. Return a matplotlib figure.
 
         Args:
-            x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds, with a network);
+            x: the horizontal axis: "bytes" that a node has sent; "step"; "time" (predicted seconds, with a network);
                 "wall" (seconds on this machine).
             log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and
                 for seconds if the longest run takes at least eight times as long as the shortest.
@@ -100,7 +99,7 @@ class Comparison:
         return f"<Comparison of {', '.join(row['strategy'] for row in self.rows)}: {self.finding}>"
 
     def _repr_html_(self) -> str:
-        return html_of(self.heading, self.finding, *self.table())
+        return html_of(self.heading, self.finding, self.plot, *self.table())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text. Values are mean ± standard deviation over seeds.
@@ -133,16 +132,25 @@ class Comparison:
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 
-def html_of(heading: str, finding: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a heading, the verdict and the table as HTML, for a notebook.
+def html_of(
+    heading: str, finding: str, plot: Callable[[], Any], headers: Sequence[str], rows: Sequence[Sequence[str]]
+) -> str:
+    """Return a heading, the verdict, the picture if matplotlib is installed, and the table as HTML, for a notebook.
 
-    >>> html_of("one", "1 < 2", ["a"], [["<b>"]])
-    '<p>one</p><p><b>1 &lt; 2</b></p><table><tr><th>a</th></tr><tr><td>&lt;b&gt;</td></tr></table>'
+    >>> from matplotlib.figure import Figure
+    >>> text = html_of("one", "1 < 2", Figure, ["a"], [["<b>"]])
+    >>> text.partition("<img")[0], text.partition("<table>")[2]
+    ('<p>one</p><p><b>1 &lt; 2</b></p>', '<tr><th>a</th></tr><tr><td>&lt;b&gt;</td></tr></table>')
     """
     lines = ["".join(f"<th>{html.escape(name)}</th>" for name in headers)]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     table = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<p>{html.escape(heading)}</p><p><b>{html.escape(finding)}</b></p><table>{table}</table>"
+    picture = ""
+    if importlib.util.find_spec("matplotlib"):
+        made = io.BytesIO()
+        save(plot(), made)
+        picture = f'<img src="data:image/png;base64,{base64.b64encode(made.getvalue()).decode()}" alt="the curves">'
+    return f"<p>{html.escape(heading)}</p><p><b>{html.escape(finding)}</b></p>{picture}<table>{table}</table>"
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -119,14 +119,14 @@ def draw(
         save(figure, path)
 
 
-def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure into a PNG or SVG file, by the file's name. The same figure gives the same bytes.
+def save(figure: Figure, path: str | os.PathLike[str] | io.BytesIO) -> None:
+    """Write a figure into a PNG or SVG file, by the file's name, or as PNG into a stream. Equal figures, equal bytes.
 
     If the reader's system is set to dark pages, an SVG has dark colors.
     """
     import matplotlib
 
-    if not os.fspath(path).endswith(".svg"):
+    if isinstance(path, io.BytesIO) or not os.fspath(path).endswith(".svg"):
         figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
         return
     text = io.StringIO()

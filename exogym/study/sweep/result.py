@@ -83,7 +83,7 @@ class Swept:
         return f"<Swept: {len(self.rows)} cells of {', '.join(self.axes)}: {self.finding}>"
 
     def _repr_html_(self) -> str:
-        return html_of(self.heading, self.finding, *self.table())
+        return html_of(self.heading, self.finding, self.plot, *self.table())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text: mean ± standard deviation over seeds."""

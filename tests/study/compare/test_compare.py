@@ -552,7 +552,7 @@ def test_a_comparison_shows_itself(everything: Comparison) -> None:
             axes = everything.plot(x, log=log).axes[0]
             assert axes.get_xscale() == ("log" if log else "linear") and len(axes.lines) == len(everything.rows)
             assert len(axes.collections) >= len(everything.rows) - 1  # the bands, but that of a level line
-    assert everything.plot("bytes").axes[0].get_xscale() == "log" != everything.plot().axes[0].get_xscale()
+    assert everything.plot().axes[0].get_xscale() == "log" != everything.plot("step").axes[0].get_xscale()
     assert everything.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     with pytest.raises(ArgumentError, match=r"x='time'.*give compare a network"):
         everything.plot("time")
@@ -561,7 +561,11 @@ def test_a_comparison_shows_itself(everything: Comparison) -> None:
     frame = everything.to_pandas()
     assert frame["strategy"].tolist() == [row["strategy"] for row in everything.rows] and "target_bytes" in frame
     text = everything._repr_html_()
-    assert "<table><tr><th>strategy</th>" in text and text.count("<tr>") == 1 + len(everything.rows)
+    assert (
+        "<img src=" in text
+        and "<table><tr><th>strategy</th>" in text
+        and text.count("<tr>") == 1 + len(everything.rows)
+    )
     assert (
         html.escape(everything.finding) in text and len(repr(everything)) < 1000 and "single, ddp" in repr(everything)
     )
