@@ -22,6 +22,8 @@ from exogym.errors import ArgumentError, check_count
 
 PORT = 29500
 USER = 10001
+GRACE_S = 120  # from SIGTERM, at which the run saves itself, to the end of a pod
+RESTARTS = 10  # failures that are allowed, for each pod
 WORK = "/work"  # the project's folder in the image, and the working directory
 LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
 
@@ -37,12 +39,10 @@ class Pods:
         nodes: number of pods.
         processes_per_node: processes in each pod. If `processes_per_node` is None, a pod has one process per GPU, or
             one process without GPUs.
-        name, namespace: name and namespace of the Kubernetes objects.
+        name: name of the Kubernetes objects.
         cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
         claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
         mount: path at which the pods mount the claim.
-        grace_s: seconds between SIGTERM and the end of a pod. The run saves a checkpoint when it gets SIGTERM.
-        restarts: failures that are allowed, for each pod. A job's preempted pod does not count.
 
     Raises:
         ArgumentError: a value is not valid in a manifest.
@@ -54,23 +54,18 @@ class Pods:
     nodes: int = 1
     processes_per_node: int | None = None
     name: str = "exogym"
-    namespace: str = "default"
     cpus: str = "2"
     memory: str = "4Gi"
     gpus: int = 0
     claim: str = "exogym-checkpoints"
     mount: str = "/checkpoints"
-    grace_s: int = 120
-    restarts: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "grace_s"):
-            check_count(name, getattr(self, name))
-        for name in ("gpus", "restarts"):
-            check_count(name, getattr(self, name), least=0)
+        check_count("nodes", self.nodes)
+        check_count("gpus", self.gpus, least=0)
         if self.processes_per_node is not None:
             check_count("processes_per_node", self.processes_per_node)
-        for name in ("name", "namespace", "claim"):
+        for name in ("name", "claim"):
             check_word(name, getattr(self, name), LABEL, LABEL_WORDS)
         for name in ("cpus", "memory"):
             check_word(name, getattr(self, name), QUANTITY, "a quantity, as 500m, 2 or 4Gi")
@@ -89,7 +84,7 @@ class Pods:
 def manifests(pods: Pods) -> list[dict[str, Any]]:
     """Return the Kubernetes objects for a run, in the order in which to apply them: a service, a policy and a job."""
     labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
-    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
+    about = {"name": pods.name, "labels": labels}
     service = {
         "apiVersion": "v1", "kind": "Service", "metadata": about,
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
@@ -104,7 +99,7 @@ def manifests(pods: Pods) -> list[dict[str, Any]]:
         "apiVersion": "batch/v1", "kind": "Job", "metadata": about,
         "spec": {
             "completionMode": "Indexed", "completions": pods.nodes, "parallelism": pods.nodes,
-            "backoffLimit": pods.restarts * pods.nodes,  # if one pod is lost, all fail
+            "backoffLimit": RESTARTS * pods.nodes,  # if one pod is lost, all fail
             "podFailurePolicy": {
                 "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
             },
@@ -133,7 +128,7 @@ def document(objects: Sequence[dict[str, Any]]) -> str:
 
 
 def _pod(pods: Pods) -> dict[str, Any]:
-    master = f"{pods.name}-0.{pods.name}.{pods.namespace}.svc"
+    master = f"{pods.name}-0.{pods.name}"  # the cluster's DNS completes it with the pods' own namespace
     words = [pods.script if not pods.script.startswith("-") else f"./{pods.script}", *pods.arguments]
     command = [
         "python", "-m", "exogym.launch", "--nnodes", str(pods.nodes), "--nproc_per_node", str(pods.processes),
@@ -151,7 +146,7 @@ def _pod(pods: Pods) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "subdomain": pods.name, "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": pods.grace_s, "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": GRACE_S, "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER,
                             "seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [container],

@@ -16,9 +16,11 @@ import sys
 from dataclasses import dataclass, field
 
 from exogym.clusters.words import MEMORY, NAME, TIME, check_arguments, check_word
-from exogym.errors import ArgumentError, check_count, check_port
+from exogym.errors import ArgumentError, check_count
 
 NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63"
+BEFORE_S = 120  # the run saves a checkpoint so long before the time limit
+RESTARTS = 100  # that the job may ask for
 TEMPLATE = """\
 #!/bin/bash
 {directives}
@@ -38,7 +40,7 @@ trap : TERM
 # This shell runs on the job's first machine, where all others connect. SLURM gives its address.
 launch='exec "$0" -m exogym.launch --node_rank "$SLURM_PROCID" --master_addr "$SLURM_LAUNCH_NODE_IPADDR" "$@"'
 srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} bash -c "$launch" {python} \\
-    --nnodes {nodes} --nproc_per_node {processes} --master_port {port} -- {command} &
+    --nnodes {nodes} --nproc_per_node {processes} --master_port $((20000 + SLURM_JOB_ID % 10000)) -- {command} &
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
@@ -65,12 +67,7 @@ class SlurmJob:
         name: the job's name.
         folder: the folder in which the script runs.
         python: path of the Python interpreter on the machines.
-        cpus, gpus, memory, time, partition, account, qos: SLURM's options. An option that is None keeps SLURM's
-            default.
-        before_s: the run saves a checkpoint this many seconds before the time limit.
-        port: port of the first machine, at which the other machines connect. If `port` is None, the job computes a port
-            from its number.
-        restarts: how often the job may restart itself.
+        cpus, gpus, memory, time, partition: SLURM's options. An option that is None keeps SLURM's default.
 
     Raises:
         ArgumentError: a value is not valid in a job script.
@@ -91,24 +88,15 @@ class SlurmJob:
     memory: str | None = None
     time: str | None = None
     partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    before_s: int = 120
-    port: int | None = None
-    restarts: int = 100
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "before_s"):
-            check_count(name, getattr(self, name))
-        check_count("restarts", self.restarts, least=0)
+        check_count("nodes", self.nodes)
         for name in ("processes_per_node", "cpus", "gpus"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if self.port is not None:
-            check_port("port", self.port, least=1024)
-        for name in ("name", "partition", "account", "qos"):
-            if getattr(self, name) is not None:
-                check_word(name, getattr(self, name), NAME, NAME_WORDS)
+        check_word("name", self.name, NAME, NAME_WORDS)
+        if self.partition is not None:
+            check_word("partition", self.partition, NAME, NAME_WORDS)
         if self.time is not None:
             check_word("time", self.time, TIME, "minutes, or [days-]hours:minutes[:seconds]")
         if self.memory is not None:
@@ -127,13 +115,12 @@ def job_script(job: SlurmJob) -> str:
     given = {
         "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, "cpus-per-task": job.cpus,
         "gpus-per-node": job.gpus, "mem": job.memory, "time": job.time, "partition": job.partition,
-        "account": job.account, "qos": job.qos, "output": f"{job.name}-%j.log", "open-mode": "append",
-        "signal": f"B:USR1@{job.before_s}",
+        "output": f"{job.name}-%j.log", "open-mode": "append", "signal": f"B:USR1@{BEFORE_S}",
     }  # fmt: skip
     directives = [f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None]
     script = job.script if not job.script.startswith("-") else f"./{job.script}"
     return TEMPLATE.format(
         directives="\n".join([*directives, "#SBATCH --requeue"]), folder=shlex.quote(job.folder),
-        python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes, restarts=job.restarts,
-        port=job.port or "$((20000 + SLURM_JOB_ID % 10000))", command=shlex.join([script, *job.arguments]),
+        python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes, restarts=RESTARTS,
+        command=shlex.join([script, *job.arguments]),
     )  # fmt: skip

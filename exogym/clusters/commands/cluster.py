@@ -61,16 +61,9 @@ def slurm(
     name: Annotated[str, typer.Option(help="Name of the job and its log.")] = "exogym",
     time: Annotated[str | None, typer.Option(metavar="T", help="Time limit, as 12:00:00 or 1-00:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
-    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     cpus: Annotated[int | None, typer.Option(metavar="N", help="Processors on each machine.")] = None,
     gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs on each machine.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="M", help="Memory of each machine, as 64G.")] = None,
-    before: Annotated[int, typer.Option(metavar="SECONDS", help="Save this long before the time limit.")] = 120,
-    port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Port where the machines meet. [default: from the job's number]")
-    ] = None,
-    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts that the job may ask for.")] = 100,
     python: Annotated[str, typer.Option(metavar="PATH", help="Python on the machines.")] = sys.executable,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the script runs.")] = Path("."),
     out: Annotated[Path, typer.Option(metavar="FILE", help="File for the job script.")] = Path("job.sh"),
@@ -83,8 +76,7 @@ def slurm(
     """
     job = SlurmJob(
         script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
-        partition=partition, account=account, qos=qos, cpus=cpus, gpus=gpus, memory=memory, before_s=before, port=port,
-        restarts=restarts, python=python, folder=os.path.abspath(folder),
+        partition=partition, cpus=cpus, gpus=gpus, memory=memory, python=python, folder=os.path.abspath(folder),
     )  # fmt: skip
     _write(out, job_script(job))
     notice(f"written: {out}; submit it with sbatch {out}")
@@ -98,19 +90,11 @@ def kubernetes(
     nodes: Nodes = 1,
     processes_per_node: Processes = None,
     name: Annotated[str, typer.Option(help="Name of the run.")] = "exogym",
-    namespace: Annotated[str, typer.Option(help="Namespace of the run.")] = "default",
     cpus: Annotated[str, typer.Option(metavar="Q", help="Processors of a pod, as 2 or 500m.")] = "2",
     memory: Annotated[str, typer.Option(metavar="Q", help="Memory of a pod, as 4Gi.")] = "4Gi",
     gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of a pod.")] = 0,
     claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for checkpoints.")] = "exogym-checkpoints",
     mount: Annotated[str, typer.Option(metavar="DIR", help="Folder of the claim in the pods.")] = "/checkpoints",
-    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Time to save before a pod ends.")] = 120,
-    restarts: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Failures that are allowed, for each pod. A job's preempted pod does not count."
-        ),
-    ] = 10,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
@@ -120,8 +104,7 @@ def kubernetes(
     """
     pods = Pods(
         script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,
-        namespace=namespace, cpus=cpus, memory=memory, gpus=gpus, claim=claim, mount=mount, grace_s=grace,
-        restarts=restarts,
+        cpus=cpus, memory=memory, gpus=gpus, claim=claim, mount=mount,
     )  # fmt: skip
     objects = manifests(pods)
     _write(out / "run.yaml", document(objects))

@@ -88,6 +88,12 @@ RETIRED: dict[str, str] = {
         ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
     ),
     **dict.fromkeys(("clusters.submit", "slurm.submit"), "run SLURM's sbatch job.sh"),
+    **dict.fromkeys(
+        [f"slurm.{name}" for name in ("account", "qos", "before", "port", "restarts")],
+        "change the line in job.sh, or give sbatch the option",
+    ),
+    **dict.fromkeys([f"kubernetes.{name}" for name in ("grace", "restarts")], "change the line in run.yaml"),
+    "kubernetes.namespace": "kubectl apply --namespace NAME",
     **dict.fromkeys(("WhisperModelWrapper.task", "load_pretrained.task"), "the model transcribes: leave it out"),
     "speech.most_labels": "clips with over 448 labels, Whisper's limit, are left out",
     **dict.fromkeys(("clusters.status_of", "cluster.status"), "use SLURM's squeue --job NUMBER"),

@@ -36,14 +36,6 @@ START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, restarts of its processes, restarts of the whole run
 LABELS = {"val_wer": "word error rate"}
 MOST_LOSS = 700.0  # exp of more is infinite
-FIREWALL = (
-    "a firewall may block connections: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
-    "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
-)
-VERSIONS = (
-    "each computer needs the same exogym and torch: install this computer's versions there and restart exogym agent"
-)
-HELP = {"way to the others": FIREWALL, "port": FIREWALL, "torch": VERSIONS, "exogym": VERSIONS}
 
 
 def wizard(
@@ -268,8 +260,6 @@ class Preparing:
                 say("all checks passed: " + ", ".join(host.address for host in self.config.hosts))
                 return True
             print_checks(failed, sys.stdout)
-            for text in dict.fromkeys(HELP[check.check] for check in failed if check.check in HELP):
-                say(text)
             if not self.asker.sure("Check again?"):
                 return False
 

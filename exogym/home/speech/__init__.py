@@ -25,10 +25,9 @@ True
 
 from exogym.home.speech.audio import read_audio, resample
 from exogym.home.speech.clips import Speech, SpeechClips, find_speech, speech
-from exogym.home.speech.synthetic import STRANGER, VOICES, Voice, lines_of_shakespeare, spoken
+from exogym.home.speech.synthetic import VOICES, Voice, lines_of_shakespeare, spoken
 
 __all__ = [
-    "STRANGER",
     "VOICES",
     "Speech",
     "SpeechClips",

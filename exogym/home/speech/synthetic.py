@@ -35,7 +35,6 @@ class Voice:
 
 # the voices of the training clips, in turn
 VOICES = (Voice(), Voice("en-us+f3", 150, 60), Voice("en-us+m3", 170, 35), Voice("en-gb+f2", 160, 55))
-STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # never used for training
 
 
 def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
