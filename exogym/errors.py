@@ -294,12 +294,6 @@ def check_switch(name: str, given: Any) -> None:
         raise ArgumentError(f"{name}={given!r} must be True or False")
 
 
-def check_port(name: str, given: Any, least: int = 1) -> None:
-    """Raise ArgumentError unless `given` is a port number from `least` to 65535."""
-    if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= 65535:
-        raise ArgumentError(f"{name}={given!r} must be a port, {least} to 65535")
-
-
 def check_number(
     name: str, given: Any, *, over: float | None = None, least: float | None = None, under: float | None = None,
     most: float | None = None, more: str = "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_port, checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 
 DEFAULT_PORT = 29500
 BACKENDS = ("gloo", "nccl", "mpi")
@@ -67,7 +67,9 @@ class LaunchConfig:
         if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):
             raise ArgumentError(f"master_addr={self.master_addr!r} must be the name or address of machine 0")
         if self.master_port is not None:
-            check_port("master_port", self.master_port)
+            check_count("master_port", self.master_port)
+            if self.master_port > 65535:
+                raise ArgumentError(f"master_port={self.master_port} must be a port, 1 to 65535")
         check_number("monitor_interval", self.monitor_interval, over=0, more=" seconds")
         if self.log_dir is not None and not isinstance(self.log_dir, str | os.PathLike):
             raise ArgumentError(f"log_dir={self.log_dir!r} must be the path of a folder")
