@@ -53,8 +53,8 @@ def distributed_train(
     train(profile, run, known, sync)
 
 
-def train(name: str, run: RunProfile, hosts: HostsConfig, sync: bool) -> tuple[Path, FitResults]:
-    """Train on hosts with a profile's options, from the current folder. Return the new folder in runs/ and its results.
+def train(name: str, run: RunProfile, hosts: HostsConfig, sync: bool) -> FitResults:
+    """Train on hosts with a profile's options, from the current folder. Return the results, which are in a new folder.
 
     Args:
         name: the profile's name.
@@ -85,4 +85,4 @@ def train(name: str, run: RunProfile, hosts: HostsConfig, sync: bool) -> tuple[P
     except (ExoGymError, OSError) as error:
         lines = [f"the model is only in that file; making a model to use failed: {error}"]
     print("\n".join(lines))
-    return folder, found
+    return found

@@ -36,7 +36,7 @@ from exogym.errors import ArgumentError
 from exogym.home.commands import wizard as wizard_command
 from exogym.home.whisper import WhisperModelWrapper
 from exogym.home.whisper.weights import SMALL
-from exogym.home.wizard import Taken, hand_over, make_session, propose
+from exogym.home.wizard import hand_over, make_session, propose
 from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile
 from exogym.machines.remote.results import FitResults
 from exogym.models import MLP
@@ -184,16 +184,6 @@ def test_the_files_of_a_session_repeat_it(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "config.ini").exists()
 
 
-def test_what_was_taken_is_read_from_the_events(tmp_path: Path) -> None:
-    events = tmp_path / "events.jsonl"
-    assert Taken.of(tmp_path, 10.0, 20.0) is None
-    events.write_text('{"kind": "start", "at_s": 100.0}\n{"kind": "start", "at_s": 103.0}\n')
-    assert Taken.of(tmp_path, 10.0, 20.0) is None
-    events.write_text(events.read_text() + '{"kind": "done", "at_s": 108.0}\n')
-    assert Taken.of(tmp_path, 10.0, 20.0) == Taken(10.0, 5.0, 20.0)
-    assert "50 % less" in str(Taken(10.0, 5.0, 20.0))
-
-
 # What a trained model leaves
 
 
@@ -255,15 +245,15 @@ def test_the_result_says_how_much_was_listened_to(
 ) -> None:
     history = History()
     history.add_evaluation(0, 0, {"val_loss": 2.0, "val_wer": 0.5})
-    history.add_evaluation(9, 0, {"val_loss": 1.0, "val_wer": 0.25})
-    monkeypatch.setattr(wizard_command, "train", lambda *given: (tmp_path, FitResults(history)))
+    history.add_evaluation(9, 0, {"val_loss": 1.0, "val_wer": 0.25, "wall_s": planned(measured(2e8)).seconds / 2})
+    monkeypatch.setattr(wizard_command, "train", lambda *given: FitResults(history))
     fields = {"task": "digits", "strategy": "ddp"}
     session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
     task = dataclasses.replace(load_task("digits"), evaluates="2 of the 5 held-out clips")
     wizard_command.carry_out(session, planned(measured(2e8)), task)
     said = capsys.readouterr().out
     assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 held-out clips" in said
-    assert "perplexity" not in said
+    assert "perplexity" not in said and re.search(r"training took .*, estimated .*, 50 % less; .* with starting", said)
     history.add_evaluation(10, 0, {"val_loss": 800.0})
     wizard_command.carry_out(session, planned(measured(2e8)), dataclasses.replace(task, perplexity=True))
     said = capsys.readouterr().out

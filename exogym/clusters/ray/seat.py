@@ -113,7 +113,7 @@ class Seat:
 
 def error_of(end: tuple[Any, ...], who: str) -> BaseException:
     """Return the error of a process whose `train` returned ("error", ...), with a note that names the process."""
-    return unpacked(*end[1:], who)
+    return unpacked(end[1], end[2], who)
 
 
 def _loaded(work: bytes) -> Callable[[ProcessWire], Any]:

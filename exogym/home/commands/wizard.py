@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -23,11 +24,11 @@ from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_choice, needs
 from exogym.files import write_json
 from exogym.home.commands.finding import Finder
-from exogym.home.wizard import Proposal, Taken, WizardRun, make_session, propose
+from exogym.home.wizard import Proposal, WizardRun, make_session, propose
 from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
-from exogym.network import Network
+from exogym.network import Network, readable_seconds
 from exogym.remote import HostsConfig, check_hosts
 from exogym.study.tasks import Task, load_task, size_of
 
@@ -384,14 +385,9 @@ def carry_out(session: WizardRun, plan: Proposal, task: Task) -> None:
     Raises:
         typer.Exit: a host failed.
     """
-    begun, home = time.monotonic(), os.getcwd()
-
-    os.chdir(session.folder)
-    try:
-        folder, found = train(PROFILE, session.profile, session.hosts, session.sync)
-        taken = Taken.of(folder, plan.seconds, time.monotonic() - begun)
-    finally:
-        os.chdir(home)
+    begun = time.monotonic()
+    with contextlib.chdir(session.folder):
+        found = train(PROFILE, session.profile, session.hosts, session.sync)
     rows = [row for row in found.history.rows(node=None) if row["val_loss"] is not None]
     for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
         if rows[0][name] is not None and rows[-1].get(name) is not None:
@@ -402,8 +398,11 @@ def carry_out(session: WizardRun, plan: Proposal, task: Task) -> None:
                 was, now = (math.inf if loss > MOST_LOSS else math.exp(loss) for loss in (before, after))
                 say(f"validation perplexity: {was:.4g} before, {now:.4g} after{on}")
             say(f"validation {label}: {before:.4f} before, {after:.4f} after{on}")
-    if taken is not None:
-        say(str(taken))
+    if rows and (took_s := rows[-1]["wall_s"]) is not None:
+        off = took_s / plan.seconds - 1
+        took, estimated, total = map(readable_seconds, (took_s, plan.seconds, time.monotonic() - begun))
+        more = f"{abs(off) * 100:.0f} % {'more' if off >= 0 else 'less'}"
+        say(f"training took {took}, estimated {estimated}, {more}; {total} with starting and copying")
 
 
 def _several(number: int, what: str) -> str:

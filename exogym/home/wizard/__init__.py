@@ -2,7 +2,6 @@
 
 - `propose` chooses strategy, H and batch size, and estimates the time.
 - `WizardRun` is the folder of a run that the wizard has prepared; `make_session` writes this folder.
-- `Taken` compares the run's time with the estimate.
 - `hand_over` turns the trained model into files for its user.
 
 `exogym/home/commands/wizard.py` asks the wizard's questions. An example: a plan for two measured computers, and a
@@ -17,12 +16,10 @@ folder with which the run can be repeated:
 ...     session: WizardRun = make_session(folder, fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
 ...     session.command
 'exogym distributed-train wizard --sync'
->>> print(Taken(estimated_s=10.0, seconds=5.0, total_s=20.0))
-training took 5 s, estimated 10 s, 50 % less; 20 s with starting and copying
 """
 
 from exogym.home.wizard.leaving import hand_over
 from exogym.home.wizard.proposal import Proposal, propose
-from exogym.home.wizard.session import Taken, WizardRun, make_session
+from exogym.home.wizard.session import WizardRun, make_session
 
-__all__ = ["Proposal", "Taken", "WizardRun", "hand_over", "make_session", "propose"]
+__all__ = ["Proposal", "WizardRun", "hand_over", "make_session", "propose"]

@@ -12,7 +12,6 @@ from corrupted import impatient
 from exogym.core.base.files import check_regular, indexed, opened_regular, regular_text
 from exogym.errors import ExoGymError
 from exogym.home.whisper.ctranslate2 import read_variables
-from exogym.home.wizard.session import Taken
 from exogym.machines.remote.results import facts_of
 from exogym.machines.remote.results import names as names_of_results
 
@@ -74,9 +73,3 @@ def test_a_pipe_in_a_folder_of_results_is_an_error(name: str, read: Callable[[Pa
     os.mkfifo(tmp_path / name)
     with impatient(), pytest.raises(ExoGymError, match=NOT_REGULAR):
         read(tmp_path)
-
-
-def test_a_pipe_in_a_run_folder_has_no_times(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "events.jsonl")
-    with impatient():
-        assert Taken.of(tmp_path, 1.0, 1.0) is None
