@@ -33,7 +33,7 @@ from exogym.core.progress import readable_bytes
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
 from exogym.faults import Faults
-from exogym.home.speech import STRANGER, SpeechClips, read_audio, spoken
+from exogym.home.speech import SpeechClips, Voice, read_audio, spoken
 from exogym.home.whisper import WhisperModelWrapper, WordErrors
 from exogym.machines.remote.profile import RunProfile, load_profile
 from exogym.machines.remote.results import facts_of
@@ -41,6 +41,7 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.study.tasks import Task, load_task
 from exogym.testing import fingerprint
 
+STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # never used for training
 PROFILE = """
 [distributed:whisper]
 task = whisper
@@ -141,11 +142,12 @@ def on_hosts(task: Task, data: Path | None, steps: int, H: int, kills: bool) -> 
 
 def again(profile: RunProfile, away: dict[str, list[list[int]]]) -> torch.nn.Module:
     """Return the model that the profile trains in this process, with the same nodes away in the same steps."""
-    model, train, val, task = profile.problem()
-    options = profile.fit_options(task, True) | {"num_nodes": 2, "placement": Placement()}
+    task = profile.load()
+    model = task.make_model(profile.seed)
+    options = profile.fit_options(task) | {"num_nodes": 2, "placement": Placement()}
     spans = {int(node): [(first, last) for first, last in own] for node, own in away.items()}
     faults = Faults(absent=spans, forget=True) if spans else None
-    LocalTrainer(model, train, val).fit(profile.make_strategy(task), **options, faults=faults, progress=False)
+    LocalTrainer(model, task.train, task.val).fit(profile.make_strategy(task), **options, faults=faults, progress=False)
     return model
 
 
