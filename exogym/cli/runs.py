@@ -194,7 +194,7 @@ def remove(
 
 
 def _load(where: Path, name: str) -> runs.Run:
-    return runs.load(where / name)
+    return runs.load_run(where / name)
 
 
 def _with_children(where: Path, names: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Work with run folders: find runs, see their state, load and export their records, and draw several runs together.
 
     runs.list("runs")          each run, comparison and sweep in a folder; a comparison's runs are PARENT/CHILD
-    runs.load("runs/digits")   one run: description, records, events, summary
+    runs.load("runs/digits")   one run: description, records, events, summary; a comparison or sweep: its table
     runs.draw([...], "out")    the curves of any runs in one picture
     runs.summary("runs/cmp")   a comparison or sweep in short: a row for each strategy or cell, and a verdict
 
@@ -25,12 +25,14 @@ not affected.
 >>> found.state, found.step, age_s(found) < 3600, [each.name for each in list(folder.name)]
 ('done', 4, True, ['first'])
 >>> quick: StoredRun = stand(place)  # without its records
->>> run: Run = load(place)
+>>> run: Run = load_run(place)
 >>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
 True
 >>> track = track_of(place)  # its evaluations
 >>> heads, rows = to_table([("first", run)])
 >>> paths = draw([run], Path(folder.name, "drawn"), titles=["DiLoCo"])
+>>> load(place) == run
+True
 >>> folder.cleanup()
 """
 
@@ -205,16 +207,29 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
     return [listed for family in found for listed in family]
 
 
-def load(path: str | os.PathLike[str]) -> Run:
-    """Load the run in a folder.
+def load(path: str | os.PathLike[str]) -> Run | Summary:
+    """Load a run, or the table and verdict of a comparison or sweep. Both have `to_pandas()`.
 
     Raises:
-        ArgumentError: the folder holds no run. For a comparison or sweep the message names its runs.
+        ArgumentError: the folder holds no run, or a comparison or sweep without a completed run.
 
     >>> load("runs/none")
     Traceback (most recent call last):
     ...
     exogym.errors.ArgumentError: 'runs/none' holds no run: name a run's folder, as listed by exogym runs list
+    """
+    if what_is(path)[0] != "run":
+        if (found := summary(path)) is None:
+            raise ArgumentError(f"{os.fspath(path)!r} has no completed run yet: load it when its first run has ended")
+        return found
+    return load_run(path)
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """Load the run in a folder.
+
+    Raises:
+        ArgumentError: the folder holds no run. For a comparison or sweep the message names its runs.
     """
     found = stand(path)
     lines = {"records": builtins.list(read_lines(found.path / "records.jsonl"))}
@@ -226,7 +241,7 @@ def stand(path: str | os.PathLike[str]) -> StoredRun:
     """Read a run's folder without its records and events, so the time does not depend on their number.
 
     Raises:
-        ArgumentError: as in `load`.
+        ArgumentError: as in `load_run`.
     """
     path = Path(path)
     try:
@@ -303,7 +318,9 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
     saved = about.get("summary")
     is_whole = about.keys() >= {"target_loss", "target"}
     if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":
-        return Summary(saved, str(about.get("finding")), about["target_loss"], str(about["target"]))
+        return Summary(
+            [_numbers(row) for row in saved], str(about.get("finding")), about["target_loss"], str(about["target"])
+        )
     given = (about.get("setting") or {}).get("seeds") or (about.get("arguments") or {}).get("seeds") or 0
     seeds = builtins.list(range(given)) if isinstance(given, int) else given
     inside, tracks, said = Folder(path, labels), dict[tuple[str, int], Track](), dict[str, tuple[str, str]]()

@@ -215,6 +215,17 @@ def test_folders_that_are_removed_while_they_are_read(made: Path, tmp_path: Path
     assert all(count <= 60 for count in counts) and runs.list(tmp_path) == []
 
 
+def test_a_comparison_and_a_sweep_are_loaded_as_their_tables(made: Path, tmp_path: Path) -> None:
+    (parent,) = made.glob("digits-*")
+    loaded = runs.load(parent)
+    assert isinstance(loaded, runs.Summary) and loaded.verdict
+    frame = loaded.to_pandas()
+    assert frame["strategy"].tolist() == ["ddp", "diloco:H=5"] and frame["tx_bytes"].dtype == float
+    (tmp_path / "sweep.json").write_text(json.dumps({"cells": {}, "state": "running"}))
+    with pytest.raises(ArgumentError, match="no completed run yet"):
+        runs.load(tmp_path)
+
+
 def test_links_are_not_followed(made: Path, tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     folder.mkdir()

@@ -22,10 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from exogym.errors import needs
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
+    import pandas
+
     from exogym.record import History
 
 SINGLE, BASELINE = "single", "ddp"
@@ -129,6 +132,15 @@ class Summary:
     target_loss: float
     target: str
     values: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict, repr=False)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return `rows` as a pandas DataFrame with one row per strategy or cell.
+
+        Raises:
+            ExoGymError: pandas is not installed.
+        """
+        frame: pandas.DataFrame = needs("pandas").DataFrame(self.rows)
+        return frame
 
     def to_json(self) -> Row:
         """Return the fields that run.json stores of this summary."""
