@@ -145,7 +145,7 @@ def at_scale(
     tasks = f"our {len(known())} tasks of at most {_short(small)} parameters on {least} to {most} nodes"
     found = [cell for cell in _alike(method) if cell.source != without]
     if not found:
-        return ours, f"no publication that we could read; {tasks}"
+        return ours, f"{tasks}; we could read no publication about it"
     skewed = skew / ALIKE / math.log(10)  # publications deal their data at random
     far = np.array([cell.distance(parameters, num_nodes) + skewed for cell in found])
     ours_far = max(0.0, math.log10(parameters / small)) + max(0.0, math.log2(num_nodes / most))

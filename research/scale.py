@@ -1,0 +1,95 @@
+"""Write the tables of docs/scale.md: 1B parameters on 64, 1,000 and 10,000 accelerators, from formulas.
+
+python -m research.scale
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exogym.network import Network, readable_seconds
+from exogym.progress import readable_bytes
+from exogym.study.advise import Row, Work, advise
+
+PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+CLUSTERS = "infiniband", "lan-10g", "wan"
+NODES = 64, 1_000, 10_000
+P, TOKENS = 1e9, 65_536
+CORE = (
+    "ddp", "diloco", "streaming_diloco", "async_diloco", "muloco", "sparseloco", "noloco", "fedavg", "fedprox",
+    "fedopt", "scaffold", "post_local_sgd", "sparta", "sparta_diloco", "demo", "gossip", "powersgd", "topk", "signsgd",
+    "qsgd",
+)  # fmt: skip
+STREAMING = "streaming_diloco:H=100:num_fragments=8:fragment_sync_delay=1"
+PAPER = {  # Streaming DiLoCo, table 4: 1B parameters on 2 nodes, by Gbit/s, the published share of the time computing
+    "ddp": {86.8: 0.5, 184.2: 0.9},
+    "diloco:H=100": {1.4: 0.5, 13.3: 0.9, 86.8: 0.99},
+    STREAMING: {1.4: 0.5, 6.2: 0.9, 11.0: 0.99},
+    f"{STREAMING}:bits=4": {0.4: 0.5, 1.7: 0.9, 3.0: 0.99},
+}
+INTERNET = {  # Covenant-72B's report, section 4.3: parameters, nodes, a step's seconds, the published share
+    "SparseLoCo, in Covenant-72B's report": (8e9, 15, 9.0, 0.957), "Covenant-72B": (72e9, 20, 40.0, 0.945),
+}  # fmt: skip
+
+
+def asked(cluster: str, num_nodes: int) -> dict[str, Row]:
+    """Return the row of each strategy on a cluster."""
+    work = Work(6 * P * TOKENS)
+    rows = advise(parameters=P, num_nodes=num_nodes, network=cluster, step_seconds=work, strategies=CORE).rows
+    return {row.strategy: row for row in rows}
+
+
+def cluster_table(cluster: str) -> list[str]:
+    """Return the lines of a cluster's table."""
+    columns = [asked(cluster, num_nodes) for num_nodes in NODES]
+    lines = [f"| `{cluster}` | " + " | ".join(f"{n:,} nodes" for n in NODES) + " |", "| --- " * 4 + "|"]
+    for strategy in CORE:
+        cells = [
+            f"{readable_seconds(row.seconds_per_step)}, {readable_bytes(row.tx_bytes_per_step)}, {row.utilisation:.0%}"
+            for row in (column[strategy] for column in columns)
+        ]
+        lines.append(f"| {strategy} | " + " | ".join(cells).replace("%", " %") + " |")
+    return lines
+
+
+def published_table() -> list[str]:
+    """Return the lines of the table beside what is published."""
+    lines = ["| run | published | predicted |", "| --- " * 3 + "|"]
+    asked = [
+        (f"Streaming DiLoCo, table 4: `{text}`, {gbps} Gbit/s", 1e9, 2, Network(f"{gbps}Gbps"), 0.1, text, 2.0, share)
+        for text, shares in PAPER.items()
+        for gbps, share in shares.items()
+    ]
+    line = Network(down="500Mbps", up="110Mbps")
+    asked += [
+        (
+            f"{run}: `sparseloco:H=30`, 500 Mbit/s down, 110 up",
+            parameters,
+            nodes,
+            line,
+            step_s,
+            "sparseloco:H=30",
+            4.0,
+            share,
+        )
+        for run, (parameters, nodes, step_s, share) in INTERNET.items()
+    ]
+    for what, parameters, nodes, network, step_s, text, b, share in asked:
+        (row,) = advise(
+            parameters=parameters, num_nodes=nodes, network=network, step_seconds=step_s, strategies=[text],
+            bytes_per_element=b,
+        ).rows  # fmt: skip
+        lines.append(f"| {what} | {share:.1%} | {row.utilisation:.1%} |".replace("%", " %"))
+    return lines
+
+
+def with_tables(page: str) -> str:
+    """Return the page with its tables written anew: a table begins with its first line and ends at an empty line."""
+    for table in (*map(cluster_table, CLUSTERS), published_table()):
+        before, _, after = page.partition(table[0])
+        page = before + "\n".join(table) + "\n\n" + after.partition("\n\n")[2]
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")
