@@ -13,8 +13,8 @@ from exogym.errors import ArgumentError, ModelError, check_count
 from exogym.strategy.modules import Module
 from exogym.strategy.muon import MuonAdamW
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.schedule import is_torch_scheduler
 from exogym.strategy.strategy import Inner, Strategy
+from exogym.strategy.torch_schedules import is_torch_scheduler
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine")
 

@@ -13,8 +13,9 @@ from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Stateful
 from exogym.errors import ArgumentError
 from exogym.strategy.capabilities import Corrects
+from exogym.strategy.one_node import clip_rows
 from exogym.strategy.schedule import GIVEN, set_rates
-from exogym.strategy.strategy import Inner, clip_rows
+from exogym.strategy.strategy import Inner
 
 LATE = (
     "optimizer.step() was called, but nodes.step() takes the step: call nodes.step() instead. If another trainer calls "

@@ -45,9 +45,10 @@ from exogym.strategy.modules import (
     known_traffic,
     named,
 )
+from exogym.strategy.one_node import clip_rows
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import taking
-from exogym.strategy.strategy import Inner, InnerOptions, Run, Strategy, clip_rows
+from exogym.strategy.strategy import Inner, InnerOptions, Run, Strategy
 from exogym.strategy.traffic import Plan
 
 __all__ = [

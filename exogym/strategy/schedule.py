@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from exogym.errors import ArgumentError, check_count, nearest
+from exogym.strategy.torch_schedules import check_torchs, is_torch_scheduler, rates_of
 
 Scheduler = str | type[LRScheduler] | Callable[..., Any] | None
 
@@ -72,23 +71,13 @@ class Schedule:
             at = step - self.warmup_steps
             table = self._tables.get(base, ())
             if len(table) <= at:
-                table = self._tables[base] = self._fill(2 * at + 64, base)
+                steps = max(1, self.total_steps - self.warmup_steps)
+                table = self._tables[base] = rates_of(self._scheduler, steps, base, 2 * at + 64)
             return table[at]
         if self._shape is None:
             return base * float(self._factor(step))
         span = max(1, self.total_steps - self.warmup_steps)
         return base * self._shape(min(1.0, (step - self.warmup_steps) / span))
-
-    def _fill(self, upto: int, base: float) -> list[float]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base, momentum=0.9)
-        scheduler = _build(self._scheduler, optimizer, max(1, self.total_steps - self.warmup_steps))
-        table = []
-        for k in range(min(upto, max(1, self.total_steps - self.warmup_steps))):
-            if k > 0:
-                optimizer.step()
-                scheduler.step()
-            table.append(float(optimizer.param_groups[0]["lr"]))
-        return table + table[-1:] * (upto - len(table))
 
 
 BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its base rate, and the last rate set here
@@ -134,12 +123,6 @@ def forget_rates(optimizer: Optimizer) -> None:
                 group["lr"] = base
 
 
-def is_torch_scheduler(scheduler: Any) -> bool:
-    """Return whether `scheduler` is a torch scheduler class or a `functools.partial` of such a class."""
-    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
-    return inspect.isclass(cls) and issubclass(cls, LRScheduler)
-
-
 def check_schedule(
     scheduler: Scheduler, warmup: int, names: tuple[str, str] = ("lr_scheduler", "warmup_steps")
 ) -> None:
@@ -155,36 +138,5 @@ def check_schedule(
     check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:
         raise ArgumentError(f"{names[0]}={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}", choices=_SHAPES)
-    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
-    if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ArgumentError(
-            f"{names[0]}=ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the "
-            "step"
-        )
-    if scheduler is not None and not isinstance(scheduler, str) and not callable(scheduler):
-        raise ArgumentError(f"{names[0]}={scheduler!r} is not a name, a torch scheduler class or a callable")
-    if is_torch_scheduler(scheduler):
-        _build(scheduler, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9), 100)
-
-
-def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
-    known = inspect.signature(cls).parameters
-    bound = scheduler.keywords if isinstance(scheduler, functools.partial) else {}
-    fill = {
-        name: total_steps for name in ("T_max", "total_steps", "total_iters") if name in known and name not in bound
-    }
-    if "max_lr" in known and "max_lr" not in bound:
-        fill["max_lr"] = optimizer.param_groups[0]["lr"]
-    if bound.get("cycle_momentum"):
-        raise ArgumentError(
-            f"lr_scheduler={scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
-            "leave out cycle_momentum"
-        )
-    try:
-        return scheduler(optimizer, **fill)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"lr_scheduler={scheduler!r} cannot be built: {error}; give its arguments with "
-            "functools.partial, for example functools.partial(StepLR, step_size=30)"
-        ) from error
+    if scheduler is not None and not isinstance(scheduler, str):
+        check_torchs(scheduler, names[0])

@@ -14,23 +14,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import numpy as np
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from exogym.core.base.lazy import absent
-from exogym.core.base.torch_private import bare_step, scale_
-from exogym.core.communicator import ALONE, Columns
-from exogym.core.fleet.layout import hidden_matrices
 from exogym.core.refusals import UNTRIED
 from exogym.errors import ArgumentError, StrategyError, as_call, bind, without_aliases
 from exogym.faults import Availability, Faults
-from exogym.strategy import communicate
 from exogym.strategy.capabilities import ChoosesClients, Clients
 from exogym.strategy.names import ByName, Home, homes
+from exogym.strategy.one_node import OneNode
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import arguments_of, defined, split, taking
-from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
+from exogym.strategy.schedule import Schedule, Scheduler, check_schedule
 from exogym.strategy.traffic import Plan
 
 __getattr__ = functools.partial(absent, __name__)  # a class that was here
@@ -122,7 +116,7 @@ class InnerOptions(TypedDict, total=False):
 defined(InnerOptions, Inner)
 
 
-class Strategy:
+class Strategy(OneNode):
     """Base class of strategies written for one node. A subclass overrides `step`.
 
     Args:
@@ -202,19 +196,9 @@ class Strategy:
     own_rule = False
     only_inner: tuple[str, ...] = ()
     ranges: tuple[str, ...] | None = None
-    stacked = False
-    overflowed = False
     weighted_means = False
     registered: ClassVar[bool] = False
     inner: Inner
-    model: nn.Module
-    rank: Any
-    num_nodes: int
-    present: list[int]
-    optim: Optimizer
-    schedule: Schedule
-    local_step: int
-    total_steps: int
 
     def __init_subclass__(cls) -> None:
         cls.__signature__ = arguments_of(cls.__init__)
@@ -297,87 +281,3 @@ class Strategy:
         Only such runs call this method, because it takes trial steps of the outer optimizer.
         """
         return {}
-
-    def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
-        """Set the node up, once before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
-        self.model, self.rank, self.num_nodes = model, rank, num_nodes
-        self.present = list(range(num_nodes))
-        self.local_step = 0
-        self.schedule = self.inner.schedule(self.total_steps)
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        hidden = hidden_matrices(model)
-        self.inner.spec.try_out(named, hidden)
-        self.optim = self.inner.spec.build(named, may_fuse=not self.stacked, hidden=hidden)  # several rows cannot fuse
-        self._set_lr()
-
-    def communicate_gradients(self) -> None:
-        """Average the gradients over the present nodes, by an all-reduce.
-
-        The payload is P b bytes for P parameters of b bytes. As in torch's DDP, a node that has no gradient for a
-        parameter gives zeros if another node has a gradient for it. A parameter without a gradient on any node stays
-        unchanged.
-        """
-        parameters = self._parameters()
-        mine = torch.tensor([p.grad is not None for p in parameters])
-        used = communicate.agree(mine.expand(len(self.rank), -1) if self.stacked else mine)
-        for p, needed in zip(parameters, used.tolist(), strict=True):
-            if needed:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                communicate.all_reduce(p.grad, op="mean")
-
-    def update_parameters(self) -> None:
-        """Clip the gradient to `max_norm` and step the inner optimizer, unless gradients overflowed in fp16."""
-        if self.overflowed:
-            return
-        if self.inner.max_norm is not None:
-            clip_rows([p.grad for p in self._parameters() if p.grad is not None], self.inner.max_norm, self.stacked)
-        bare_step(self.optim)()
-
-    def step(self) -> None:
-        """End the step: advance the learning-rate schedule. Overrides call `super().step()` last."""
-        self.local_step += 1
-        self._set_lr()
-
-    def rejoin(self, nodes: list[int], source: int) -> None:
-        """Adjust the state of this node after the nodes `nodes` have returned from an absence.
-
-        ExoGym calls this method on every present node before the first step of the returned nodes. The returned nodes
-        now hold the values of the node `source`. Override the method to reset a node's own state. The method may call
-        collectives:
-
-            if self.rank in nodes:
-                self.residual.zero_()
-        """
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def _set_lr(self) -> None:
-        set_rates(self.optim, self.schedule, self.local_step)
-
-
-def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, columns: Columns = ALONE) -> None:
-    """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
-
-    If a norm is NaN, nothing is scaled. So the NaN stays in its tensor, and messages can name this tensor.
-
-    Args:
-        stacked: whether each tensor is (rows, *shape). Then every row has its own norm.
-        columns: the processes that hold the same node's parameters. The norm is over all of them.
-    """
-    if not grads:
-        return
-    if not stacked:
-        total = columns.norms(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
-        factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
-        scale_(grads, factor)
-        return
-    # Row by row: a kernel over several rows may add in another order than over one row.
-    rows = zip(*(g.unbind(0) for g in grads), strict=True)
-    norms = torch.stack(
-        [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
-    )
-    factor = (max_norm / (columns.norms(norms) + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
-    for g in grads:
-        g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))

@@ -15,9 +15,10 @@ from exogym.core.compute.worker import Worker
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Stateful, Tensors
 from exogym.strategy.capabilities import Corrects
+from exogym.strategy.one_node import clip_rows
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.schedule import forget_rates, set_rates
-from exogym.strategy.strategy import Inner, clip_rows
+from exogym.strategy.strategy import Inner
 
 if TYPE_CHECKING:
     from exogym.core.compute.whole import WholeTensors
