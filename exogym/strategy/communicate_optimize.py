@@ -30,7 +30,7 @@ from torch import Tensor
 from exogym.core.combinations import check
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.dealing import Dealing
-from exogym.core.fleet.fleet import take_rows
+from exogym.core.fleet.returning import take_rows
 from exogym.core.fleet.state import Shared, Tensors
 from exogym.errors import ArgumentError, StrategyError, check_choice
 from exogym.faults import Faults

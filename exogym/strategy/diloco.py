@@ -44,8 +44,8 @@ from torch import Tensor
 
 from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.fleet import all_present, rows_of, shared_row
-from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.fleet import rows_of
-from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.strategy.outer import OuterOptimizer, OuterSteps
 from exogym.strategy.strategy import Run

@@ -37,8 +37,8 @@ from torch import Tensor
 
 from exogym.core.combinations import check, features_of, refuse
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.fleet import rows_of
-from exogym.core.fleet.layout import Cut
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import ChoosesClients

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet, Stateful
-from exogym.core.fleet.layout import Cut, Layout, cut_of
+from exogym.core.fleet.cuts import Cut, cut_of
+from exogym.core.fleet.layout import Layout
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, StrategyError, check_count
 from exogym.strategy.capabilities import check_declared

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from exogym.core.base.torch_private import bare_step
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.fleet import rows_of
-from exogym.core.fleet.layout import Cut, Layout, Slot
+from exogym.core.fleet.layout import Layout, Slot
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.modules import PeriodicModule, example_weights

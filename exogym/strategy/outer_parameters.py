@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut, cut_of
 from exogym.core.fleet.fleet import all_present, rows_of, shared_row
-from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicationModule, PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole

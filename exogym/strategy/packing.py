@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from exogym.core.base.devices import CPU
 from exogym.core.base.torch_private import is_of_every_optimizer, is_torchs
-from exogym.core.fleet.layout import Cut, Layout, Slot, parameter_cut
+from exogym.core.fleet.cuts import Cut, parameter_cut
+from exogym.core.fleet.layout import Layout, Slot
 from exogym.errors import StrategyError
 
 SKELETON = "skeleton"

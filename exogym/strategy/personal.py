@@ -26,8 +26,8 @@ from typing import Any
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut, cut_of
 from exogym.core.fleet.fleet import rows_of
-from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.fragments import fragment_of

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.fleet import give_shared, rows_of, shared_row
+from exogym.core.fleet.fleet import rows_of, shared_row
+from exogym.core.fleet.returning import give_shared
 from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients

@@ -29,7 +29,8 @@ from torch import Tensor
 
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.fleet import give_shared, rows_of
+from exogym.core.fleet.fleet import rows_of
+from exogym.core.fleet.returning import give_shared
 from exogym.errors import check_number
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import Corrects

@@ -10,7 +10,7 @@ from torch import nn
 
 from exogym import LocalTrainer
 from exogym.core.compute.weights import Weights
-from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.cuts import Cut
 from exogym.core.saving import parts
 from exogym.core.saving.parts import as_file, joined_pieces
 from exogym.errors import CheckpointError, ModelError

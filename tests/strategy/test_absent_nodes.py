@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from exogym.core.base.rng import generator
 from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.fleet import take_state
+from exogym.core.fleet.returning import take_state
 from exogym.core.training.meeting import Meeting
 from exogym.faults import Attendance, Faults
 from exogym.strategy import (

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from exogym.core.base.torch_private import bare_step, is_torchs
 from exogym.core.compute.worker import Worker
-from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.state import Stateful, Tensors
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.one_node import clip_rows

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from exogym.core.base.torch_private import without_compiler
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.dealing import Dealing
-from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors
 from exogym.strategy.optim import OptimSpec, remember_as_built
 

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from exogym.core.communicator import Columns, Communicator, Event
 from exogym.core.communicator.ledger import FACTORS
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.fleet import Block, Fleet, row_matrix
-from exogym.core.fleet.layout import Cut, Layout
+from exogym.core.fleet.layout import Layout
 from exogym.errors import ModelError
 
 Ranges = list[tuple[int, int]]

@@ -6,15 +6,16 @@ process holds some rows with all columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from exogym.core.base.torch_private import in_this_process
-from exogym.core.communicator import Communicator, Wire, blank, described, tell
-from exogym.core.fleet.layout import Cut, Layout, Slot, cut_of, hidden_matrices, layouts_of
+from exogym.core.communicator import Communicator, Wire
+from exogym.core.fleet.cuts import Cut, cut_of
+from exogym.core.fleet.layout import Layout, Slot, hidden_matrices, layouts_of
 from exogym.core.fleet.state import Shared, State, Stateful, Tensors
 
 ALIGNMENT_BYTES = 64
@@ -234,8 +235,7 @@ class _Matrix(Stateful):
         return cut_of(self.fleet.blocks[int(b)].layout) if kind == "params" else None
 
 
-# Present nodes: those that take part in the current communication (`fleet.comm.present`), without faults all nodes. A
-# node that returns copies the state of a node that was present before.
+# Present nodes: those that take part in the current communication (`fleet.comm.present`), without faults all nodes.
 
 
 def all_present(fleet: Fleet) -> bool:
@@ -260,50 +260,3 @@ def where_present(fleet: Fleet, new: Tensor, old: Tensor) -> Tensor:
 def shared_row(fleet: Fleet, result: Tensor) -> Tensor:
     """In every process, return the row (1, ...) of `result` that all present nodes have after a collective."""
     return result[:1] if all_present(fleet) else fleet.comm.wire.rows(result, fleet.comm.present[:1])
-
-
-def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
-    """Let the node `source` send its row of `x` (rows, ...) to `nodes`, which overwrite their own rows of `x`.
-
-    The transfer is recorded as a broadcast among these nodes, with the row's bytes as payload.
-
-    Args:
-        given: the row (1, ...) to send. Default: the row of `source` in `x`.
-    """
-    sent = x if given is None else given.expand_as(x)
-    taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
-    rows = rows_of(fleet, nodes)
-    x[rows] = taken[rows]
-
-
-def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
-    """Record the traffic by which returning `nodes` get `tensors` that all nodes share.
-
-    The traffic is recorded as broadcasts from a node that was present all the time.
-    """
-    stayed = [rank for rank in fleet.comm.present if rank not in nodes]
-    for x in tensors if stayed else ():
-        fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
-
-
-def take_state(
-    fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
-) -> dict[str, Tensor]:
-    """Let the node `source` send its named tensors to `nodes`.
-
-    Return the tensors in each process with one of `nodes`, and {} in other processes. The traffic is recorded as
-    broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
-
-    Args:
-        state: the tensors of `source`. Only the process with the row of `source` needs to pass these tensors.
-        device: the device of the returned tensors.
-    """
-    wire, members = fleet.comm.wire, sorted({source, *nodes})
-    here = state if source in fleet.ranks and state is not None else {}
-    what = tell(wire, described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
-    rows, taken = rows_of(fleet, nodes), {}
-    for name, x in ({name: x.to(device) for name, x in here.items()} or blank(what, device)).items():
-        sent = fleet.comm.broadcast(x.expand(len(fleet), *x.shape), source, members=members)
-        if rows:
-            taken[name] = sent[rows[0]].clone()
-    return taken

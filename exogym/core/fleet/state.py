@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.cuts import Cut
 from exogym.errors import StrategyError
 
 Tensors = dict[str, Tensor]

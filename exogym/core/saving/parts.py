@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.cuts import Cut
 from exogym.errors import CheckpointError
 
 CUT = "cut/"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.layout import Cut
+from exogym.core.fleet.cuts import Cut
 from exogym.core.fleet.state import below
 from exogym.core.record.history import History
 from exogym.core.saving.checkpoint_files import Snapshot, sum_of_tensor

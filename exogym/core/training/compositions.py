@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from exogym.core.compute.spans import Losses
-from exogym.core.fleet.fleet import rows_of, take_state
+from exogym.core.fleet.fleet import rows_of
+from exogym.core.fleet.returning import take_state
 from exogym.core.training.driver import Algorithm, Setting, meet
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

@@ -19,7 +19,7 @@ from exogym.core.base.rng import generator, seed_python, seed_torch, stream_seed
 from exogym.core.combinations import check
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet import Stateful
-from exogym.core.fleet.fleet import take_rows, take_state
+from exogym.core.fleet.returning import take_rows, take_state
 from exogym.core.fleet.state import Tensors
 from exogym.core.training.driver import Algorithm, Setting
 from exogym.core.training.meeting import Meeting

@@ -1,0 +1,58 @@
+"""What a node that returns takes from a node that was present all the time, with the traffic of this transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from exogym.core.communicator import blank, described, tell
+from exogym.core.fleet.fleet import Fleet, rows_of
+
+
+def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
+    """Let the node `source` send its row of `x` (rows, ...) to `nodes`, which overwrite their own rows of `x`.
+
+    The transfer is recorded as a broadcast among these nodes, with the row's bytes as payload.
+
+    Args:
+        given: the row (1, ...) to send. Default: the row of `source` in `x`.
+    """
+    sent = x if given is None else given.expand_as(x)
+    taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
+    rows = rows_of(fleet, nodes)
+    x[rows] = taken[rows]
+
+
+def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
+    """Record the traffic by which returning `nodes` get `tensors` that all nodes share.
+
+    The traffic is recorded as broadcasts from a node that was present all the time.
+    """
+    stayed = [rank for rank in fleet.comm.present if rank not in nodes]
+    for x in tensors if stayed else ():
+        fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
+
+
+def take_state(
+    fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    """Let the node `source` send its named tensors to `nodes`.
+
+    Return the tensors in each process with one of `nodes`, and {} in other processes. The traffic is recorded as
+    broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
+
+    Args:
+        state: the tensors of `source`. Only the process with the row of `source` needs to pass these tensors.
+        device: the device of the returned tensors.
+    """
+    wire, members = fleet.comm.wire, sorted({source, *nodes})
+    here = state if source in fleet.ranks and state is not None else {}
+    what = tell(wire, described(here), next(k for k, ids in enumerate(wire.placement) if source in ids))
+    rows, taken = rows_of(fleet, nodes), {}
+    for name, x in ({name: x.to(device) for name, x in here.items()} or blank(what, device)).items():
+        sent = fleet.comm.broadcast(x.expand(len(fleet), *x.shape), source, members=members)
+        if rows:
+            taken[name] = sent[rows[0]].clone()
+    return taken
