@@ -16,7 +16,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.base.devices import Device
 from exogym.core.compute.outputs import Output, accuracy
-from exogym.core.record.history import COLUMNS
+from exogym.core.record.rows import COLUMNS
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
 from exogym.strategy import (

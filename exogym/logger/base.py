@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from exogym.core.base.files import make_folder
-from exogym.core.record.history import plain
 from exogym.core.record.observers import Observer, Observers
+from exogym.core.record.rows import plain
 from exogym.errors import ArgumentError
 
 Record = Mapping[str, Any]

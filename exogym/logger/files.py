@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from exogym.core.base.files import cut_torn_line, replacing
 from exogym.core.progress import notice
-from exogym.core.record.history import plain
+from exogym.core.record.rows import plain
 from exogym.errors import ArgumentError, checked
 from exogym.logger.base import Logger, Record, check_writable, in_json
 

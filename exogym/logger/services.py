@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.core.record.history import OF_THE_STEP, plain
+from exogym.core.record.rows import OF_THE_STEP, plain
 from exogym.errors import ExoGymError, checked
 from exogym.logger.base import Logger, Record, check_writable
 from exogym.logger.files import OnDisk

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from exogym.core.base.files import replacing
-from exogym.core.record.history import COLUMNS, History
+from exogym.core.record.history import History
+from exogym.core.record.rows import COLUMNS, Rows
 from exogym.core.record.schema import row_of
 from exogym.errors import ArgumentError, ExoGymError
 
@@ -109,7 +110,7 @@ def test_a_column_needs_no_rows(history: History, monkeypatch: pytest.MonkeyPatc
     """A row is a dict: of 10,000 steps they take a hundred times as long as the column."""
     wanted = {node: [(row["step"], row["train_loss"]) for row in history.rows(node) if row["train_loss"] is not None]
               for node in (None, 1, 7)}  # fmt: skip
-    monkeypatch.delattr(History, "_rows")
+    monkeypatch.delattr(Rows, "_rows")
     for node, pairs in wanted.items():
         assert list(zip(*(x.tolist() for x in history.column("train_loss", node)), strict=True)) == pairs
 
