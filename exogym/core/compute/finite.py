@@ -15,14 +15,10 @@ from torch import Tensor
 
 from exogym.core.base.devices import CPU
 from exogym.core.base.torch_private import norms
+from exogym.core.compute.not_finite import first_in, of_gradient, of_loss, of_shared, of_update, worst
 from exogym.core.compute.worker import Worker
-from exogym.errors import TrainingError
 
 POLICIES = ("raise", "skip", "ignore")
-REMEDY = (
-    "lower the learning rate, clip gradients (max_norm=1.0), or check the node's data; with on_nonfinite='skip' the "
-    "run continues without the node until the node has copied the other nodes' parameters"
-)
 
 
 class Watch:
@@ -53,12 +49,12 @@ class Watch:
         Raises:
             TrainingError: the policy is not "skip".
         """
-        where = None if self._is_ignored or self.row_is_finite(row) else self._first_in(self._params(row))
+        where = None if self._is_ignored or self.row_is_finite(row) else first_in(self.worker.fleet, self._params(row))
         if self.skips:
             return where is not None
         if where is not None:
-            raise TrainingError(self._after(rank, where, step - 1))
-        raise TrainingError(f"the loss of node {rank} became {loss} at its step {step}: {REMEDY}")
+            raise of_update(rank, where, step - 1)
+        raise of_loss(rank, loss, step)
 
     def losses(self, rank: int, row: int, losses: Tensor, first: int) -> Tensor:
         """Check the `losses` (K,) of K steps of a node, and return them.
@@ -76,9 +72,7 @@ class Watch:
         at = int(torch.nonzero(~finite)[0])
         if at == len(losses) - 1 == 0:
             self.is_spoilt(rank, row, float(losses[at]), first + 1)
-        raise TrainingError(
-            f"the loss of node {rank} became {float(losses[at])} at its step {first + at + 1}: {REMEDY}"
-        )
+        raise of_loss(rank, float(losses[at]), first + at + 1)
 
     # Rows and gradients
 
@@ -89,7 +83,7 @@ class Watch:
             TrainingError: a parameter is not finite, and the policy is "raise".
         """
         if self.raises and not self.row_is_finite(row):
-            raise TrainingError(self._after(rank, self._first_in(self._params(row)), step))
+            raise of_update(rank, first_in(self.worker.fleet, self._params(row)), step)
 
     def row_is_finite(self, row: int) -> bool:
         return self._all_finite(self._params(row))
@@ -108,7 +102,7 @@ class Watch:
         if self._is_ignored or self._all_finite(grads):
             return True
         if self.raises:
-            raise TrainingError(self._gradient_text(rank, self._first_in(grads), step))
+            raise of_gradient(rank, first_in(self.worker.fleet, grads), step)
         return False
 
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
@@ -127,7 +121,7 @@ class Watch:
         for name, grad in zip(self.worker.names, grads, strict=True):
             if grad is not None and not is_finite(grad):
                 if self.raises:
-                    raise TrainingError(self._gradient_text(rank, (name, _worst(grad)), step))
+                    raise of_gradient(rank, (name, worst(grad)), step)
                 return False
         return True
 
@@ -143,11 +137,7 @@ class Watch:
         """
         if self._is_ignored or vectors is None or self._all_finite(vectors):
             return
-        name, value = self._first_in(vectors)
-        raise TrainingError(
-            f"{what} held {value} in {name!r} after step {step}, though each node's own numbers were finite: lower the "
-            "learning rate, and outer_lr if the strategy has one"
-        )
+        raise of_shared(what, first_in(self.worker.fleet, vectors), step)
 
     # Skipping nodes
 
@@ -169,36 +159,12 @@ class Watch:
         buffers = [rows[row] for rows in self.worker.fleet.buffers.values() if rows.is_floating_point()]
         return self.row_is_finite(row) and not any(bool(x.isnan().any()) for x in buffers)
 
-    # Messages
-
     @property
     def _is_ignored(self) -> bool:
         return not (self.raises or self.skips)
 
     def _params(self, row: int) -> list[Tensor]:
         return [block.params[row] for block in self.worker.fleet.blocks]
-
-    def _first_in(self, vectors: Sequence[Tensor]) -> tuple[str, float]:
-        """Return the name of the first parameter that is not finite, and its first such number."""
-        for block, vector in zip(self.worker.fleet.blocks, vectors, strict=True):
-            for slot in block.layout:
-                if not is_finite(slot.of(vector)):
-                    return slot.name, _worst(slot.of(vector))
-        return "a parameter in another process of the node", math.nan
-
-    def _after(self, rank: int, where: tuple[str, float], step: int) -> str:
-        if step == 0:
-            return (
-                f"the model holds {where[1]} in {where[0]!r} before the first step of node {rank}: initialize it with "
-                "finite numbers"
-            )
-        return (
-            f"the update of node {rank} was not finite at its step {step}: {where[0]!r} holds {where[1]} after it; "
-            f"{REMEDY}"
-        )
-
-    def _gradient_text(self, rank: int, where: tuple[str, float], step: int) -> str:
-        return f"the gradient of node {rank} was not finite at its step {step}: {where[0]!r} has {where[1]}; {REMEDY}"
 
 
 def is_finite(x: Tensor) -> bool:
@@ -209,7 +175,3 @@ def is_finite(x: Tensor) -> bool:
     """
     total = x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
     return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
-
-
-def _worst(x: Tensor) -> float:
-    return float(x[~torch.isfinite(x)][0])
