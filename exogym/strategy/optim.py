@@ -15,20 +15,19 @@ same kind:
 from __future__ import annotations
 
 import copy
-import difflib
-import fnmatch
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.core.base.devices import Device
 from exogym.core.base.torch_private import FUSED, FusedSGD, can_fuse, is_torchs, without_compiler
 from exogym.errors import ArgumentError, StrategyError, nearest
 from exogym.strategy.muon import HiddenAdamW, MuonAdamW
+from exogym.strategy.optim_groups import Pattern, check_groups, grouped, name_of
+from exogym.strategy.optim_trials import acts_on, draws_random, unsaved
 from exogym.strategy.packing import load_optimizer_state, optimizer_state, packed_beside
 
 __all__ = ["OptimSpec", "load_optimizer_state", "optimizer_state"]
@@ -38,9 +37,6 @@ _NAMES = {
     for name, value in vars(torch.optim).items()
     if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
 } | {"muon": MuonAdamW}
-TRIAL_STEPS = 2
-
-Pattern = str | Callable[[str, nn.Parameter], bool]
 
 
 class OptimSpec:
@@ -83,22 +79,14 @@ class OptimSpec:
         for name in kwargs:
             if name not in known:
                 raise ArgumentError(f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}")
-        for pair in groups:
-            if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[1], dict)):
-                raise ArgumentError(
-                    f"groups: {pair!r} is not a (pattern, options) pair such as ('*.bias', {{'lr': 0.1}})"
-                )
-            if not (isinstance(pair[0], str) or callable(pair[0])):
-                raise ArgumentError(f"groups: {pair[0]!r} is neither text nor a function of name and parameter")
-            rate = pair[1].get("lr", 0)
-            if not (isinstance(rate, int | float) and rate >= 0):
-                raise ArgumentError(f"groups: lr={rate!r} of {_name(pair[0])} must be a number of at least 0")
+        if groups:
+            check_groups(groups)
         self.cls = cls
         self.groups = [(pattern, dict(options)) for pattern, options in groups]
         self.kwargs = kwargs
 
     def __repr__(self) -> str:
-        pairs = (f"({_name(pattern)}, {options!r})" for pattern, options in self.groups)
+        pairs = (f"({name_of(pattern)}, {options!r})" for pattern, options in self.groups)
         groups = f", groups=[{', '.join(pairs)}]" if self.groups else ""
         arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
         return f"OptimSpec({self.cls.__name__}{groups}{arguments})"
@@ -142,21 +130,6 @@ class OptimSpec:
             )
         return float(group["lr"])
 
-    @property
-    def acts_on(self) -> str:
-        """Return "elements" if cutting a tensor in two does not change the optimizer's steps, otherwise "tensors"."""
-        start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
-        ends = []
-        for cuts in ([6], [3, 3]):
-            parts = {f"layer.{k}": nn.Parameter(x.clone()) for k, x in enumerate(start.split(cuts))}
-            optimizer = OptimSpec(self.cls, **self.kwargs).build(parts, hidden=frozenset(parts))
-            for step in range(3):
-                for p, grad in zip(parts.values(), (grads + 0.1 * step).split(cuts), strict=True):
-                    p.grad = grad.clone()
-                optimizer.step()
-            ends.append(torch.cat([p.detach() for p in parts.values()]))
-        return "elements" if torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-7) else "tensors"
-
     def build(
         self,
         parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],
@@ -180,7 +153,8 @@ class OptimSpec:
         cls = FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
         params: Any = list(named.values())
         if self.groups or issubclass(self.cls, HiddenAdamW):
-            params = self._grouped(named, hidden)
+            flag = self.cls.flag if issubclass(self.cls, HiddenAdamW) else ""
+            params = grouped(self.groups, named, flag, hidden)
         try:
             with without_compiler():
                 optimizer = cls(params, **kwargs)
@@ -200,7 +174,12 @@ class OptimSpec:
         try:
             return remember_as_built(optimizer)
         except StrategyError as error:
-            raise self._unsaved(error) from error
+            raise unsaved(self.cls, error) from error
+
+    @property
+    def acts_on(self) -> str:
+        """Return "elements" if cutting a tensor in two does not change the optimizer's steps, otherwise "tensors"."""
+        return acts_on(OptimSpec(self.cls, **self.kwargs))
 
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
         """Take trial steps on copies of the parameters, unless the optimizer is torch's own.
@@ -211,78 +190,7 @@ class OptimSpec:
             ArgumentError: a step needs more than gradients or replaces the parameters' tensors, or the state cannot be
                 saved.
         """
-        if is_torchs(self.cls):
-            return False
-        copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in named.items()}
-        places = [p.data_ptr() for p in copies.values()]
-        device = Device(next(iter(copies.values())).device)
-        try:
-            with device.forked_random():
-                optimizer = self.build(copies, hidden=hidden)
-                before = device.random_states()
-                for _ in range(TRIAL_STEPS):
-                    for p in copies.values():
-                        p.grad = torch.full_like(p, 0.01)
-                    optimizer.step()
-                after = device.random_states()
-            optimizer_state(optimizer)
-        except ArgumentError:
-            raise
-        except StrategyError as error:
-            raise self._unsaved(error) from error
-        except Exception as error:
-            raise ArgumentError(
-                f"{self.cls.__name__} cannot be used here: a step on given gradients, without a closure or a graph, "
-                f"fails ({type(error).__name__}: {error}); take an optimizer whose step() needs only .grad"
-            ) from error
-        if places != [p.data_ptr() for p in copies.values()]:
-            raise ArgumentError(
-                f"{self.cls.__name__} cannot be used here: its step replaces parameters by new tensors "
-                "(p.data = ...), but parameters here are views of a row; take an optimizer that changes parameters in "
-                "place"
-            )
-        return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-    def _unsaved(self, error: StrategyError) -> ArgumentError:
-        what = str(error).partition(":")[0]
-        return ArgumentError(
-            f"{self.cls.__name__} cannot be used here: its {what}; take an optimizer that keeps tensors and numbers"
-        )
-
-    def _grouped(self, named: Mapping[str, nn.Parameter], hidden: Collection[str]) -> list[dict[str, Any]]:
-        """Return the parameter groups, in the order of their first parameters.
-
-        Raises:
-            ArgumentError: a pattern is no parameter's first match, or nothing is left for Muon.
-        """
-        flag = self.cls.flag if issubclass(self.cls, HiddenAdamW) else ""
-        found: dict[tuple[int, bool], dict[str, Any]] = {}
-        for name, p in named.items():
-            number = next((k for k, (pattern, _) in enumerate(self.groups) if _matches(pattern, name, p)), -1)
-            options = self.groups[number][1] if number >= 0 else {}
-            if flag:
-                options = {flag: name in hidden} | options
-            group = found.setdefault((number, options.get(flag, False)), {"params": [], **options})
-            group["params"].append(p)
-        used = {number for number, _ in found}
-        for number, (pattern, _) in enumerate(self.groups):
-            if number in used:
-                continue
-            if any(_matches(pattern, name, p) for name, p in named.items()):
-                raise ArgumentError(
-                    f"groups: {_name(pattern)} comes too late: earlier patterns match all its parameters, and the "
-                    "first match counts; put it before them"
-                )
-            raise ArgumentError(f"groups: {_name(pattern)} matches no parameter; {_near(pattern, list(named))}")
-        if flag and not any(group[flag] for group in found.values()):
-            name = flag.removeprefix("use_")
-            named_ones = f", or name the matrices: OptimSpec({name!r}, groups=[('*.weight', {{{flag!r}: True}})])"
-            raise ArgumentError(
-                f"{name} finds no hidden matrix in this model (a two-dimensional weight that is neither embedding nor "
-                f"head). A strategy with stacked = True cannot use {name}, because its tensors have a row axis. Take "
-                f"'adamw'{named_ones if name in _NAMES else ' in another strategy'}"
-            )
-        return list(found.values())
+        return not is_torchs(self.cls) and draws_random(self, named, hidden)
 
 
 def remember_as_built(optimizer: Optimizer) -> Optimizer:
@@ -300,24 +208,6 @@ def remember_as_built(optimizer: Optimizer) -> Optimizer:
         built = packed_beside(optimizer)
     optimizer.as_built = built  # type: ignore[attr-defined]
     return optimizer
-
-
-def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, p))
-
-
-def _near(pattern: Pattern, names: list[str]) -> str:
-    """Return the parameters whose names resemble a pattern's text; if none does, the first ones."""
-    if isinstance(pattern, str):
-        text = pattern.strip("*.?")
-        close = [n for n in names if difflib.get_close_matches(text, [n, *n.split("."), n.rpartition(".")[0]], n=1)]
-        if close:
-            return f"near: {', '.join(close[:4])}"
-    return f"there are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-
-
-def _name(pattern: Pattern) -> str:
-    return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", type(pattern).__name__)
 
 
 def _need(cls: type[Optimizer]) -> str | None:
