@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -36,9 +35,7 @@ from exogym.core.record.history import History
 from exogym.core.record.observers import Observers
 from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.snapshots import put_back, snapshot_of
-from exogym.core.training.driver import Algorithm, Driver, Setting
-from exogym.core.training.evaluating import Models
-from exogym.core.training.features import ALGORITHMS
+from exogym.core.training.driver import Driver, Setting, algorithm_of
 from exogym.core.training.options import describe
 from exogym.core.training.resuming import sum_of_shared
 from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals
@@ -97,7 +94,6 @@ class Node:
         _open.add(self)
         self.driver: Driver
         self.compute: Loop
-        self.models: Models
         self.standing: RunStanding
         self.has_begun = self.is_abandoned = False
         self._buffers = {name: (b, version(b), b.detach().clone()) for name, b in model.named_buffers()}
@@ -164,8 +160,7 @@ class Node:
         strategy = copy.deepcopy(self.strategy)
         stream: Any = self.stream  # the user's loop takes the batches
         setting = Setting(fleet, worker, stream, run, "loop", None, None, self.watch, optimizer=self.users)
-        home, name = ALGORITHMS[strategy.driven_by]
-        algorithm: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
+        algorithm = algorithm_of(strategy, setting)
         assert isinstance(algorithm.compute, Loop)
         self.compute = algorithm.compute
         if self.users is not None:
@@ -182,7 +177,6 @@ class Node:
             notice(text, about="few outer rounds", once=True)
         self.standing.start_clock()
         self.has_begun = True
-        self.models = Models(None, self.driver, fleet)
         for p, grad in zip(worker.parameters, grads, strict=True):
             p.grad = grad
 
@@ -369,7 +363,7 @@ class Node:
         if not self.has_begun:
             return  # all nodes are equal
         with torch.no_grad():
-            vectors, buffers = self.models.of(node)
+            vectors, buffers = self.driver.model(node)
             parameters, others = dict(model.named_parameters()), dict(model.named_buffers())
             for block, vector in zip(self.fleet.blocks, vectors, strict=True):
                 for slot in block.layout:
@@ -386,7 +380,7 @@ class Node:
             with evaluation_mode(self.model), torch.no_grad():
                 if self.has_begun:
                     self.worker.check(0)
-                    vectors, buffers = self.models.of(node)
+                    vectors, buffers = self.driver.model(node)
                     if self.shards is not None:
                         buffers = self.shards.shared(buffers)
                     self.worker.pointer.point_at(vectors, buffers)
@@ -417,7 +411,7 @@ class Node:
             )
             self.history.add_evaluation(self.step, self.standing.epoch, values | {"wall_s": now.wall_s})
             with torch.no_grad():
-                worker.set_home(*self.models.of(None))
+                worker.set_home(*self.driver.model())
             self.driver.close()
         self._free()
         self.wire.leave()

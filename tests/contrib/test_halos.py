@@ -199,7 +199,7 @@ def test_a_relay_takes_a_message_to_a_server_and_back() -> None:
     """
     network = Network.groups([1, 1], "1Gbps", "1kbps,1s", server="1Gbps")  # no relay waits for the other one
     seen: list[tuple[float, Tensor]] = []
-    look = Every(1, lambda loop: seen.append((loop.timing.time_s, loop.driver.consensus()[0].clone())))
+    look = Every(1, lambda loop: seen.append((loop.timing.time_s, loop.driver.model()[0][0].clone())))
     options: dict[str, Any] = {"island_size": 1, "H": 1, "accumulation": 1}
     train(made(**options), num_nodes=2, steps=40, network=network, step_seconds=0.5, callbacks=[look])
     moved = [now for (_, old), (now, new) in itertools.pairwise(seen) if not torch.equal(new, old)]

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from exogym.core.combinations import check
-from exogym.core.communicator import Wire
+from exogym.core.communicator import Wire, gather
+from exogym.core.compute.finite import Watch
 from exogym.core.compute.first_step import forward_bytes
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.state import Shared
 from exogym.core.progress import notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
 from exogym.core.record.observers import Observer, Observers, StepFile
-from exogym.core.training.driver import Driver
-from exogym.core.training.features import add_figures, make_driver
+from exogym.core.training.driver import Driver, Setting, algorithm_of
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.standing import Agenda
@@ -103,17 +107,18 @@ def _assemble(
                 notice(text, about="few outer rounds", once=True)
         ahead = None if stream.iterated is None else stream.iterated.most_steps
         stretches = [x for x in (max_stretch, ahead) if x is not None]
-        agenda = _agenda(subject, options, stream, description, kept, min(stretches, default=None))
+        agenda = _agenda(subject, options, stream, description, min(stretches, default=None))
         evaluator = _evaluator(subject, options, worker, first_batch)
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
-        loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, timing, endings)
-        add_figures(loop)
+        loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, timing, kept, endings)
+        if worker.nodes is not None and wire.is_shared:
+            _add_inside_bytes(loop)
         for callback in agenda.callbacks if is_fresh else ():
             callback.load_state({})
         if kept is not None:
-            kept.put_back(loop)
+            kept.put_back(loop.standing, options.strategy)
             if options.placement.overlap:
-                loop.standing.write_behind()
+                kept.write_behind()
         worker.begin(first_batch)
         observers.start(description | ({} if is_fresh else {"resumed_step": loop.reports.logged}))
         if not is_fresh:
@@ -157,11 +162,13 @@ def _kept(
     undo: contextlib.ExitStack,
 ) -> Kept:  # fmt: skip
     """Return the checkpoint folder, with the checkpoint to resume from."""
-    from exogym.core.training.resuming import Kept, sum_of_shared
+    from exogym.core.training.resuming import Kept, open_folder, sum_of_shared
 
-    kept = Kept(options, worker.fleet.comm.wire, undo)
+    folder, wire = Path(str(options.save_dir)), worker.fleet.comm.wire
+    keepers = open_folder(folder, options.resume, wire, undo)
+    kept = Kept(folder, options.placement.keep_checkpoints, wire, keepers)
     description["shared"] = sum_of_shared(worker.model, worker.fleet.buffers)
-    kept.find(description, refused)
+    kept.find(description, options, refused)
     return kept
 
 
@@ -232,9 +239,81 @@ def _run_and_clock(
     return run, timing, step_shares
 
 
+def make_driver(
+    options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None,
+    step_shares: Sequence[Fraction] = (),
+) -> Driver:  # fmt: skip
+    """Return the driver for a copy of the strategy, so that the run starts with the strategy's initial state.
+
+    The driver runs the strategy's adapter. Around the adapter is a wrapper for each feature that the options need. A
+    run without such features gets no wrapper, and Python does not import the features' modules.
+
+    Args:
+        compute: the chosen way of computing.
+        step_shares: the share of the local steps that each node takes. If `step_shares` is empty, each node takes all
+            local steps.
+    """
+    strategy = copy.deepcopy(options.strategy)
+    watch = Watch(options.on_nonfinite, worker)
+    attendance, faults = None, options.faults if options.may_be_away else None
+    if faults is not None or any(share != 1 for share in step_shares):
+        from exogym.faults import Faults
+
+        attendance = (faults or Faults()).bind(options.num_nodes, strategy.needs_gradients, step_shares)
+    if options.samples_clients:
+        fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
+    if stream.iterated is not None:
+        fleet.state.register("data", stream.iterated.begin(fleet))
+    setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
+    if timing is not None and timing.is_measured:
+        from exogym.core.training.clocking import Measured
+
+        setting.around = functools.partial(Measured, timing=timing)
+    algorithm = algorithm_of(strategy, setting)
+    # From the inside out. A server's round is over before the nodes left out of it take what it came to; absence says
+    # how many steps each node takes; and the clock is charged with these before anybody meets.
+    clock = None if algorithm.keeps_time else timing
+    seats = None
+    if clock is not None:
+        from exogym.core.training.clocking import ServerRounds
+
+        algorithm = ServerRounds(algorithm, clock)
+    if fleet.comm.wire.total_rows < options.num_nodes:  # then none is absent: nodes that may be keep their rows
+        from exogym.core.training.seating import Seating, seats_of
+
+        seats = seats_of(options, worker, stream, run.total_steps)
+        algorithm = Seating(algorithm, seats)
+    if attendance is not None or watch.skips:
+        from exogym.core.training.absence import Absence
+
+        algorithm = Absence(algorithm, attendance, watch)
+    if clock is not None:
+        from exogym.core.training.clocking import Charged
+
+        algorithm = Charged(algorithm, clock)
+    driver = Driver(algorithm, setting, seats)
+    own = {"personal", "two kinds of steps", "island_size"}  # clients keep parameters, or whole models
+    driver.shares_model = options.samples_clients and strategy.features().keys().isdisjoint(own)
+    return driver
+
+
+def _add_inside_bytes(loop: TrainingLoop) -> None:
+    """Add the bytes between a node's devices to each evaluation's record."""
+    share = functools.partial(_share_inside_bytes, loop.fleet)
+    loop.figures.insert(0, share)
+    if loop.standing.kept is not None:
+        loop.standing.kept.before_saving.append(share)
+
+
+def _share_inside_bytes(fleet: Fleet) -> dict[str, float]:
+    """Tell every process each node's inside bytes, which only the node's own process counts. Return the mean."""
+    ledger = fleet.comm.ledger
+    ledger.inside_bytes[:] = np.max(gather(fleet.comm.wire, ledger.inside_bytes.tolist()), axis=0)
+    return {"inside_bytes": float(ledger.inside_bytes.mean())}
+
+
 def _agenda(
-    subject: Subject, options: FitOptions, stream: Stream, description: dict[str, Any], kept: Kept | None,
-    max_stretch: int | None,
+    subject: Subject, options: FitOptions, stream: Stream, description: dict[str, Any], max_stretch: int | None
 ) -> Agenda:  # fmt: skip
     per_epoch = _steps_per_epoch(options, stream)
     callbacks: list[Callback] = []
@@ -244,10 +323,10 @@ def _agenda(
         callbacks = [Callback.of(given) for given in options.callbacks]
     return Agenda(
         options.total_steps(per_epoch), per_epoch, val_interval=options.val_interval,
-        log_interval=options.log_interval, checkpoint_interval=options.checkpoint_interval,
-        save_dir=None if kept is None else kept.folder, keep_checkpoints=options.placement.keep_checkpoints,
+        log_interval=options.log_interval,
+        checkpoint_interval=None if options.save_dir is None else options.checkpoint_interval,
         final_sync=options.final_sync, max_stretch=max_stretch, description=description,
-        examples_of=lambda nodes: stream.examples_of(nodes), keepers=None if kept is None else kept.keepers,
+        examples_of=lambda nodes: stream.examples_of(nodes),
         evaluates=subject.val_dataset is not None, callbacks=callbacks,
     )  # fmt: skip
 

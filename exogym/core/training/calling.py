@@ -13,7 +13,7 @@ from exogym.core.base import pulse
 from exogym.core.communicator import tell
 from exogym.core.fleet.state import Shared
 from exogym.core.record.history import History
-from exogym.core.training.evaluating import Model, Models
+from exogym.core.training.driver import Model
 from exogym.core.training.standing import Agenda, RunStanding, divides
 from exogym.errors import ArgumentError, ModelError
 
@@ -32,11 +32,11 @@ class Calling:
         driver, worker, timing: internal objects, which are no part of the interface `Running`.
     """
 
-    def __init__(self, agenda: Agenda, standing: RunStanding, models: Models, timing: Timing | None = None):
-        self.standing, self.models = standing, models
-        self._agenda, self._wire = agenda, models.wire
+    def __init__(self, agenda: Agenda, standing: RunStanding, timing: Timing | None = None):
+        self.standing, self.driver, self.fleet = standing, standing.driver, standing.fleet
+        self.worker, self.timing = self.driver.worker, timing
+        self._agenda, self._wire = agenda, self.fleet.comm.wire
         self._is_calling = False
-        self.fleet, self.driver, self.worker, self.timing = models.fleet, models.driver, models.driver.worker, timing
         for k, callback in enumerate(agenda.callbacks):
             part = Shared(callback.state, callback.load_state)
             self.fleet.state.register(f"callback {k} {type(callback).__name__}", part)
@@ -68,31 +68,61 @@ class Calling:
             ArgumentError: the node does not exist, or it has no model because it does not train in this round; or nodes
                 have no own validation sets.
         """
-        if own_data:
-            self.models.check_own_data()
-        if self.models.evaluator is None:
+        evaluator = self.driver.evaluator
+        if own_data and (evaluator is None or evaluator.stream.num_nodes < self.fleet.num_nodes):
+            raise ArgumentError(
+                "nodes have no own validation sets: give the trainer a function as val_dataset, which returns "
+                "the validation set of (node, num_nodes, is_train)"
+            )
+        if evaluator is None:
             return {}
         on = node if own_data else None
-        self.models.check_node(node, on)
+        known = self.clients if on is not None and self.driver.shares_model else self.driver.seated
+        if node is not None and node not in known:
+            raise ArgumentError(
+                f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
+                "fleet.comm.present"
+            )
         self._ask("evaluate", [node, on])
-        return self.models.evaluate(node, on)
+        return self.driver.evaluate(node, on)
 
     @property
     def clients(self) -> Sequence[int]:
-        return self.models.clients
+        """The nodes whose models can be evaluated now: all, if they share the server's model."""
+        return range(self.fleet.num_nodes) if self.driver.shares_model else list(self.fleet.comm.present)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Evaluate given parameters, (P,) per block, and buffers. Return {} without a validation set."""
-        if self.models.evaluator is None:
+        if self.driver.evaluator is None:
             return {}
         if self._wire.devices.parts > 1:
             self._ask("measure")
-        return self.models.measure(vectors, buffers)
+        return self._measured(vectors, buffers)
+
+    def _measured(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate parameters, (P,) per block, in the first node's processes. Only process 0 needs `vectors`."""
+        evaluator, devices = self.driver.evaluator, self._wire.devices
+        if self._wire.process or evaluator is None:
+            return {}
+        if devices.parts == 1:
+            assert vectors is not None
+            return evaluator(vectors, buffers)
+        here = []
+        for b, block in enumerate(self.fleet.blocks):
+            layout = block.layout
+            whole = block.params.new_zeros(layout.total) if vectors is None else vectors[b].clone()
+            here.append(devices.sum(whole)[layout.columns.to(whole.device)])
+        told = {name: buffers.get(name, torch.zeros_like(x[0])) for name, x in self.fleet.buffers.items()}
+        return evaluator(here, {name: devices.sum(x) for name, x in told.items()})
 
     def average(self) -> Model:
         """Return the averaged (or outer) model: (P,) per block, and buffers by name. Traffic does not include it."""
         self._ask("average")
-        return self.models.average()
+        return self._averaged()
+
+    def _averaged(self) -> Model:
+        vectors, buffers = self.driver.model()
+        return self.fleet.whole(vectors), buffers  # one that is split over a node's processes is joined
 
     def rows(self) -> list[Tensor]:
         """Return all nodes' parameters, (N, P) per block. The traffic does not include the bytes sent for this.
@@ -100,12 +130,15 @@ class Calling:
         With client sampling, return only the rows of the clients that train now (`fleet.comm.present`).
         """
         self._ask("rows")
-        return self.models.rows()
+        return self._all_rows()
 
-    def save(self) -> Path:
-        """Write a checkpoint now, and return its folder."""
+    def _all_rows(self) -> list[Tensor]:
+        return self.fleet.whole([self._wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
+
+    def save(self) -> Path | None:
+        """Write a checkpoint now, and return its folder. Return None if the run has no `save_dir`."""
         self._ask("save")
-        return self.standing.save()
+        return None if self.standing.kept is None else self.standing.kept.save()
 
     def beat(self) -> None:
         """Report that a long callback is still running. The time limit `hang_s` starts anew."""
@@ -153,11 +186,11 @@ class Calling:
     def _serve(self) -> None:
         """Take part in the requests of the main process's callbacks, until they are done."""
         wishes: dict[str, Callable[[Any], Any]] = {
-            "evaluate": lambda value: self.models.evaluate(*value),
-            "measure": lambda _: self.models.measure(None, {}),
-            "average": lambda _: self.models.average(),
-            "rows": lambda _: self.models.rows(),
-            "save": lambda _: self.standing.save(),
+            "evaluate": lambda value: self.driver.evaluate(*value),
+            "measure": lambda _: self._measured(None, {}),
+            "average": lambda _: self._averaged(),
+            "rows": lambda _: self._all_rows(),
+            "save": lambda _: None if self.standing.kept is None else self.standing.kept.save(),
         }
         while True:
             wish, value = tell(self._wire, None)

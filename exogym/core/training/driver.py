@@ -8,6 +8,7 @@ run gets only the wrappers that its options need.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.core.communicator import tell
 from exogym.core.compute.finite import Watch, is_finite
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.spans import Compute, Losses, RowSpan, way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.fleet import rows_of
+from exogym.core.record.metrics import Evaluator
 from exogym.data.stream import Stream
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.strategy import Inner, Run, Strategy
@@ -30,6 +33,13 @@ if TYPE_CHECKING:
     from exogym.core.fleet.seats import Seats
     from exogym.core.training.timing import Timing
     from exogym.faults import Attendance
+
+ALGORITHMS = {  # by what a strategy says in `driven_by`: the module and class of its adapter, loaded when it is needed
+    "rounds": ("exogym.core.training.compositions", "Compositions"),
+    "programs": ("exogym.core.training.programs", "Programs"),
+    "clock": ("exogym.core.training.by_clock", "ByClock"),
+}
+Model = tuple[list[Tensor], dict[str, Tensor]]  # (P,) vectors, one per block, and buffers by name
 
 
 @dataclass
@@ -200,6 +210,13 @@ class Algorithm:
         self.compute.close()
 
 
+def algorithm_of(strategy: Strategy, setting: Setting) -> Algorithm:
+    """Return the adapter of a strategy of any kind."""
+    home, name = ALGORITHMS[strategy.driven_by]
+    found: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
+    return found
+
+
 class Driver:
     """Train the fleet with an `Algorithm`.
 
@@ -209,6 +226,7 @@ class Driver:
 
     Attributes:
         losses: the current stretch's losses.
+        evaluator: computes the losses and metrics of a model; None without a validation set.
         shares_model: whether between rounds every client has the server's model, without personal parameters.
         attendance: the nodes present at each step, or None if all nodes are present at every step.
         before_sync: a function that `advance` calls at its last step, before communication changes parameters. The
@@ -219,6 +237,7 @@ class Driver:
         self.algorithm, self.compute, self.fleet = algorithm, algorithm.compute, setting.fleet
         self.worker, self.watch, self.attendance = setting.worker, setting.watch, setting.attendance
         self.seats, self.shares_model = seats, False
+        self.evaluator: Evaluator | None = None
         self.losses = Losses(len(self.fleet), self.worker.device)
         self.before_sync: Callable[[], None] | None = None
         self.fleet.state.register("losses", self.losses)
@@ -291,25 +310,47 @@ class Driver:
         final = self.algorithm.consensus()
         self.watch.shared(held if final is None else final, "the final model", step)
 
-    def consensus(self) -> list[Tensor]:
-        """Return the model to evaluate, (P,) per block: the outer parameters, or else the mean of all rows."""
-        outer = self.algorithm.consensus()
-        return self.fleet.average() if outer is None else [x.clone() for x in outer]
+    def model(self, node: int | None = None) -> Model:
+        """Return the averaged (or outer) model, or the model of `node`, in every process.
 
-    def consensus_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers of the model to evaluate, by name."""
-        outer = self.algorithm.consensus_buffers()
-        return self.fleet.average_buffers() if outer is None else {name: x.clone() for name, x in outer.items()}
+        Each process holds some of the rows, so all processes must make the same calls in the same order. Bytes that
+        they send for this do not count as traffic.
+        """
+        if node is not None:
+            rows = self.fleet.comm.wire.rows
+            vectors = [rows(block.params, [node])[0] for block in self.fleet.blocks]
+            return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
+        outer, others = self.algorithm.consensus(), self.algorithm.consensus_buffers()
+        vectors = self.fleet.average() if outer is None else [x.clone() for x in outer]
+        return vectors, self.fleet.average_buffers() if others is None else {n: x.clone() for n, x in others.items()}
+
+    def model_left(self) -> Model:
+        """Return the model after a failure: the mean of this process's rows, without non-finite rows if possible."""
+        fleet = self.fleet
+        finite = [row for row in range(len(fleet)) if all(is_finite(block.params[row]) for block in fleet.blocks)]
+        if not fleet.comm.wire.is_shared:
+            present = fleet.comm.present
+            meet(fleet, [i for i in present if i in {fleet.ranks[row] for row in finite}] or present)
+            return self.model()
+        rows = finite or list(range(len(fleet)))
+        buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
+        return [block.params[rows].mean(0) for block in fleet.blocks], buffers
+
+    def evaluate(self, node: int | None = None, on: int | None = None) -> dict[str, float]:
+        """Return losses and metrics of the averaged (or outer) model, or of `node`; {} without a validation set.
+
+        With `on`, evaluate on this node's own validation set. Clients that keep nothing have the server's model there.
+        """
+        if self.evaluator is None:
+            return {}
+        wire = self.fleet.comm.wire
+        vectors, buffers = self.model(None if on is not None and self.shares_model else node)
+        values = self.evaluator(vectors, buffers, on) if wire.process == 0 else {}  # the first node's processes
+        return values if wire.shares_memory else tell(wire, values)
 
     def meet(self, nodes: Sequence[int]) -> None:
         """Let only `nodes` take part in communication from now on."""
         meet(self.fleet, nodes)
-
-    def meet_finite(self) -> None:
-        """After a failure, let only present nodes with finite numbers take part, if this process has such nodes."""
-        fleet = self.fleet
-        finite = [rank for row, rank in enumerate(fleet.ranks) if all(is_finite(b.params[row]) for b in fleet.blocks)]
-        meet(fleet, [i for i in fleet.comm.present if i in finite] or fleet.comm.present)
 
     def close(self) -> None:
         """Free the memory, threads and files that the training used."""

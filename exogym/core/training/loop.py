@@ -27,14 +27,13 @@ from exogym.core.fleet import Fleet
 from exogym.core.progress import GOING_ON
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
-from exogym.core.record.observers import Fields, Observer, Observers
+from exogym.core.record.observers import Observers
 from exogym.core.training.driver import Driver
-from exogym.core.training.evaluating import Models
-from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals
+from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals, divides
 from exogym.errors import Stopped
 
 if TYPE_CHECKING:
-    from exogym.core.saving.keepers import Keepers
+    from exogym.core.training.resuming import Kept
     from exogym.core.training.timing import Timing
 
 ONCE = "EXOGYM_SIGTERM_ONCE"  # set if both a scheduler and a launcher send each process the same SIGTERM
@@ -49,34 +48,33 @@ class TrainingLoop:
 
     Attributes:
         standing: the run's progress, which checkpoints save and load.
-        models: the nodes' models, and their evaluation.
         call: a function that calls the due callbacks. `call(True)` calls all of them. `call(False)` calls only the
             callbacks that follow an evaluation.
         figures: functions that return further values for an evaluation's record. Only the main process calls them.
-        recovery: a function that runs the training and recovers lost hosts. If `recovery` is None, hosts cannot leave
-            or join.
+        recovery: in a run whose hosts come and go, a function that runs the training and recovers lost hosts.
         at_rest: a function that is called before each stretch, while processes send no messages.
     """
 
     def __init__(
         self, agenda: Agenda, driver: Driver, fleet: Fleet, worker: Worker, evaluator: Evaluator | None,
         history: History, observers: Observers, timing: Timing | None = None,
-        endings: Sequence[Callable[[], None]] = (),
+        kept: Kept | None = None, endings: Sequence[Callable[[], None]] = (),
     ):  # fmt: skip
         self.timing = timing
         self.agenda, self.driver, self.fleet, self.worker = agenda, driver, fleet, worker
         self.observers, self.wire = observers, fleet.comm.wire
         self.endings = [driver.close, *endings]
-        signs = [] if agenda.save_dir is None else [self._keep]
-        self.reports = Reports(observers, fleet.comm, agenda, signs, tells_who=driver.seats is None)
+        self.reports = Reports(observers, fleet.comm, agenda, tells_who=driver.seats is None)
         self.standing = RunStanding(agenda, driver, fleet, history, self.reports)
-        self.models = Models(evaluator, driver, fleet)
+        if kept is not None:
+            self.save_into(kept)
+        driver.evaluator = evaluator
         self.call: Callable[[bool], None] = lambda every: None
         if agenda.callbacks:
             from exogym.core.training.calling import Calling
 
-            self.call = Calling(agenda, self.standing, self.models, timing).call
-        self.figures: list[Callable[[], dict[str, float]]] = []
+            self.call = Calling(agenda, self.standing, timing).call
+        self.figures: list[Callable[[], dict[str, float]]] = [] if timing is None else [timing.values]
         self.recovery: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
         self._together = False  # all processes have reached the end, and may communicate once more
@@ -106,12 +104,13 @@ class TrainingLoop:
                 first wrote a checkpoint with each node's state.
         """
         try:
-            signals, writer = waiting_signals(self.wire, self.agenda), self.standing.writer or contextlib.nullcontext()
-            with Interrupt(self.wire, signals) as interrupt, writer:
+            kept = self.standing.kept
+            writer = (None if kept is None else kept.writer) or contextlib.nullcontext()
+            with Interrupt(self.wire, waiting_signals(self.wire, kept is not None)) as interrupt, writer:
                 self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
                 finished = (self.recovery or self._without_recovery)(self._run)
                 if not finished:  # if the signal reaches this process only now, record it: it must not kill the process
-                    path = None if self.agenda.save_dir is None else self.standing.save()
+                    path = None if kept is None else kept.save()
                     say_stopped(self.wire, interrupt.received, self.step, self.driver.losses, path)
                 self._together = True
             if not finished or interrupt.received is not None:
@@ -136,9 +135,9 @@ class TrainingLoop:
                 if self.standing.outcome is not None:
                     self.worker.set_home(*self.standing.outcome)
                 elif self._together:
-                    self.worker.set_home(*self.models.of(None))
+                    self.worker.set_home(*self.driver.model())
                 else:
-                    self.worker.set_home(*self.models.left(), together=False)
+                    self.worker.set_home(*self.driver.model_left(), together=False)
         finally:
             # Break reference cycles: otherwise shared memory stays until the garbage collection.
             self.worker.should_stop = lambda: False
@@ -147,8 +146,8 @@ class TrainingLoop:
                 for ending in self.endings:
                     ending()
             finally:
-                if self.agenda.keepers is not None:
-                    self.agenda.keepers.release()
+                if self.standing.kept is not None:
+                    self.standing.kept.release()
 
     def _without_recovery(self, run: Callable[[], bool]) -> bool:
         self.wire.agree(False)  # nobody trains before all can receive a stop
@@ -209,12 +208,13 @@ class TrainingLoop:
         self.call(True)
         at_end = at_end or standing.stopped
         self._log(last - 1 if at_end else last)
-        if at_end and agenda.save_dir is not None:
-            self.standing.save()
-        elif agenda.checkpoint_due(last):
-            self.standing.save_behind()
-        elif self.standing.writer is not None:
-            self.standing.writer.look()
+        if (kept := standing.kept) is not None:
+            if at_end:
+                kept.save()
+            elif divides(agenda.checkpoint_interval, last):
+                kept.save_behind()
+            else:
+                kept.look()
         return True
 
     # Between stretches
@@ -227,8 +227,9 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         """Evaluate the averaged model, add the result and the run's figures to the history, and tell observers."""
         standing = self.standing
-        self._keep()
-        values: dict[str, Any] = dict(self.models.evaluate())
+        if standing.kept is not None:
+            standing.kept.beat()
+        values: dict[str, Any] = dict(self.driver.evaluate())
         after = spread(self.fleet)
         values |= (standing.apart or after) | {"consensus_distance_after": after["consensus_distance"]}
         standing.evaluated_at = standing.step
@@ -251,10 +252,6 @@ class TrainingLoop:
         if self.timing is not None:
             self._tell("clock", **self.timing.parts())
 
-    def _keep(self) -> None:
-        if self.agenda.keepers is not None:  # after recovery: another folder's keepers
-            self.agenda.keepers.beat()
-
     def _totals(self) -> Totals:
         return Totals.of(self.fleet.comm, 0.0 if self.timing is None else self.timing.time_s, self.standing.wall_s())
 
@@ -264,32 +261,11 @@ class TrainingLoop:
     def _log(self, last: int | None = None) -> None:
         self.reports.log(self.history, self.step if last is None else last)
 
-    # For runs whose hosts come and go
-
-    def take_over(self, recovery: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
-        """Set `recovery`, which runs the training, and `at_rest`, which the loop calls before each stretch."""
-        self.recovery, self.at_rest = recovery, at_rest
-
-    def keep_outcome(self) -> None:
-        """Store the final model now, while all processes that hold a share of the model are still present."""
-        self.standing.outcome = self.models.of(None)
-
-    def observe(self, observer: Observer, run: Fields, step: int) -> None:
-        """Add an observer, which already has the run's records up to `step`."""
-        observer.start({**run, "resumed_step": step})
-        self.observers.all.append(observer)
-        self.reports.logged = step
-        self.reports.restore(self.history)
-
-    def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
-        """Write checkpoints into `folder` from now on, every `interval` steps.
-
-        `keepers` are the processes that write into the folder. If `keepers` is None, the next checkpoint determines
-        them.
-        """
-        self.agenda.save_dir, self.agenda.checkpoint_interval = folder, interval
-        self.agenda.keepers = keepers
-        self.reports.signs[:] = [] if folder is None else [self._keep]
+    def save_into(self, kept: Kept) -> None:
+        """Write checkpoints into the folder `kept` from now on."""
+        self.standing.kept = kept
+        self.reports.signs.append(kept.beat)
+        kept.begin(self.standing, self.reports.tell)
 
 
 class Interrupt:
@@ -337,14 +313,13 @@ class Interrupt:
         self._restore()
 
 
-def waiting_signals(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
+def waiting_signals(wire: Wire, saves: bool) -> list[signal.Signals]:
     """Return the signals that take effect only between two steps.
 
     SIGTERM is always one of these signals. SIGINT (Ctrl-C) is one of them only if the run saves checkpoints or has
     several processes. Otherwise SIGINT raises KeyboardInterrupt at once.
     """
-    waits = agenda.save_dir is not None or wire.is_shared
-    return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]
+    return [signal.SIGTERM, *([signal.SIGINT] if saves or wire.is_shared else [])]
 
 
 def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: Losses, path: Path | None) -> None:

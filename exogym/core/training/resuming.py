@@ -1,4 +1,4 @@
-"""Resume a run: prepare its checkpoint folder, and find the run's newest good checkpoint in this folder."""
+"""Save and resume a run: its checkpoint folder, and the run's newest good checkpoint in this folder."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from exogym.core.base.files import remove_folders
 from exogym.core.base.torch_private import in_this_process, strided_parts
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
-from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
+from exogym.core.saving.behind import Writer
+from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers, save
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, everywhere, find_keepers, holding
-from exogym.core.saving.snapshots import check_counters, restore
-from exogym.core.training.loop import TrainingLoop
+from exogym.core.saving.snapshots import Resumable, check_counters, for_disk, restore
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.logger.base import check_writable
@@ -42,43 +42,101 @@ class Unfit(Exception):
 
 
 class Kept:
-    """A run's checkpoint folder, and the checkpoint from which the run resumes.
+    """A run's checkpoint folder: it writes the run's checkpoints, and finds the checkpoint from which the run resumes.
+
+    Args:
+        most: how many checkpoints stay in the folder.
+        keepers: the processes that write into the folder. If `keepers` is None, the next checkpoint determines them.
 
     Attributes:
         snapshot: the checkpoint from which the run resumes, or None if the run starts at step 0.
+        before_saving: functions to call in every process before a checkpoint is written.
+        writer: writes checkpoints while nodes compute; None if nodes wait for each checkpoint.
     """
 
-    def __init__(self, options: FitOptions, wire: Wire, undo: contextlib.ExitStack):
-        self.options, self.wire = options, wire
-        self.folder = Path(str(options.save_dir))
-        self.keepers = open_folder(self.folder, options.resume, wire, undo)
+    def __init__(self, folder: Path, most: int, wire: Wire, keepers: Keepers | None = None):
+        self.folder, self.most, self.wire, self.keepers = folder, most, wire, keepers
         self.snapshot: Snapshot | None = None
+        self.before_saving: list[Callable[[], Any]] = []
+        self.writer: Writer | None = None
         self._complaints: list[str] = []
 
-    def find(self, description: dict[str, Any], refused: Mapping[str, str]) -> None:
+    def find(self, description: dict[str, Any], options: FitOptions, refused: Mapping[str, str]) -> None:
         """If the run resumes, find its newest good checkpoint, and use the choices that this checkpoint records."""
-        if self.options.resume:
+        if options.resume:
             self.snapshot, self._complaints = matching_snapshot(
-                self.folder, description, self.options, self.wire, self.keepers, refused
+                self.folder, description, options, self.wire, self.keepers, refused
             )
 
-    def put_back(self, loop: TrainingLoop) -> None:
-        """Load the checkpoint, if there is one, into the loop. Check that the loop's state can be saved.
+    def begin(self, run: Resumable, tell: Callable[..., None]) -> None:
+        """Save `run` from now on. `tell("checkpoint", step, path=...)` is called after each checkpoint."""
+        self._run, self._tell = run, tell
+
+    def put_back(self, run: Resumable, strategy: Strategy) -> None:
+        """Load the checkpoint, if there is one, into the run. Check that the run's state can be saved.
 
         Raises:
             Unfit: the checkpoint's contents differ from the contents that this run would save.
         """
         snapshot = self.snapshot
         if snapshot is not None:
-            agree(self.wire, snapshot, lambda: restore(loop.standing, snapshot))
+            agree(self.wire, snapshot, lambda: restore(run, snapshot))
             for complaint in self._complaints:
                 say(self.wire, f"{complaint}; using the checkpoint before it")
-            say(self.wire, f"going on from step {loop.step} ({snapshot.path})")
-            before, now = (of["limits"]["total_steps"] for of in (snapshot.meta["description"], loop.description))
-            if changed := _other_rates(self.options.strategy, loop.step, before, now):
+            say(self.wire, f"going on from step {run.step} ({snapshot.path})")
+            before, now = (of["limits"]["total_steps"] for of in (snapshot.meta["description"], run.description))
+            if changed := _other_rates(strategy, run.step, before, now):
                 say(self.wire, changed)
-        loop.fleet.state.row(0)
-        loop.fleet.state.shared()
+        run.fleet.state.row(0)
+        run.fleet.state.shared()
+
+    # Writing
+
+    def save(self) -> Path:
+        """Write a checkpoint now, in all processes, and return its folder."""
+        snapshot = self._snapshot()
+        path = self._write(snapshot, self.wire)
+        self._written(snapshot.meta["step"], path)
+        return path
+
+    def save_behind(self) -> None:
+        """Write a checkpoint, while nodes compute if possible, otherwise now."""
+        snapshot = self._snapshot()
+        if self.writer is None or not self.writer.start(snapshot):
+            self._written(snapshot.meta["step"], self._write(snapshot, self.wire))
+
+    def write_behind(self) -> None:
+        """Let `save_behind` write while nodes compute."""
+        self.writer = Writer(self.wire, self._write, self._written)
+
+    def look(self) -> None:
+        """Report the checkpoint under way if it is complete. Do not wait."""
+        if self.writer is not None:
+            self.writer.look()
+
+    def beat(self) -> None:
+        """Write a heartbeat into the folder's lock, if this process holds it."""
+        if self.keepers is not None:
+            self.keepers.beat()
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        if self.keepers is not None:
+            self.keepers.release()
+
+    def _snapshot(self) -> Snapshot:
+        """Return the run's state for a checkpoint, after the checkpoint under way is written."""
+        if self.writer is not None:
+            self.writer.finish()
+        for prepare in self.before_saving:
+            prepare()
+        return for_disk(self._run)
+
+    def _write(self, snapshot: Snapshot, wire: Wire) -> Path:
+        return save(self.folder, snapshot, self.most, wire, self.keepers)
+
+    def _written(self, step: int, path: Path) -> None:
+        self._tell("checkpoint", step, path=str(path))
 
 
 def _other_rates(strategy: Strategy, step: int, before: int, now: int) -> str:
@@ -132,7 +190,7 @@ def _check_empty(folder: Path, keepers: Keepers) -> None:
 
 
 def matching_snapshot(
-    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers,
+    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers | None,
     refused: Mapping[str, str],
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
     """Return this run's newest good checkpoint, and the errors of damaged newer checkpoints.

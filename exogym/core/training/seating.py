@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
+from exogym.core.communicator import gather
 from exogym.core.compute.spans import Losses
-from exogym.core.fleet.seats import Seats
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet.seats import Seats, Store
 from exogym.core.training.around import Around
 from exogym.core.training.driver import Algorithm, meet
+from exogym.core.training.options import FitOptions
+from exogym.data.single import check_single
+from exogym.data.stream import Stream
 
 
 class Seating(Around):
@@ -57,3 +63,17 @@ class Seating(Around):
         """Give rows to the clients that train next. The clients that trained until `step` still have theirs."""
         self.seats.take(*self.within.seated(step))
         meet(self.fleet, self.seats.nodes)
+
+
+def seats_of(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> Seats:
+    """Return the assignment of rows to nodes, if rows are fewer. Saved state must be registered before."""
+    fleet, wire = worker.fleet, worker.fleet.comm.wire
+    folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
+
+    def arrived(nodes: Sequence[int]) -> None:
+        found = gather(wire, [[node, stream.length(node)] for node in nodes])
+        stream.learn((node, examples) for told in found for node, examples in told)
+        if worker.fails_alone:
+            check_single(stream, [node for told in found for node, _ in told], steps, worker.micro_batch_size)
+
+    return Seats(fleet, Store(options.placement.client_state_memory, folder), arrived)

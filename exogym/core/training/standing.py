@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +23,8 @@ from exogym.core.training.driver import Driver
 
 if TYPE_CHECKING:
     from exogym.callbacks import Callback
-    from exogym.core.communicator import Wire
     from exogym.core.fleet.seats import Seats
-    from exogym.core.saving.behind import Writer
-    from exogym.core.saving.checkpoint_files import Snapshot
-    from exogym.core.saving.keepers import Keepers
+    from exogym.core.training.resuming import Kept
     from exogym.faults import Outages
 
 SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
@@ -36,10 +32,11 @@ SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
 
 @dataclass
 class Agenda:
-    """The training loop's schedule, and the folder for checkpoints.
+    """The training loop's schedule.
 
     Attributes:
         val_interval: steps between evaluations, or None for an evaluation after each epoch.
+        checkpoint_interval: steps between checkpoints, or None if none is written before the end.
         evaluates: whether the run has a validation set.
         description: all values that decide the run's result.
         examples_of: a function from node ids to the number of examples that each of these nodes uses per step.
@@ -54,20 +51,17 @@ class Agenda:
     val_interval: int | None = None
     log_interval: int = 1
     checkpoint_interval: int | None = None
-    save_dir: Any = None
-    keep_checkpoints: int = 2
     final_sync: bool = True
     max_stretch: int | None = None
     description: dict[str, Any] = field(default_factory=dict)
     examples_of: Callable[[Sequence[int]], Any] = lambda nodes: 1
-    keepers: Keepers | None = None
     evaluates: bool = False
     callbacks: Sequence[Callback] = ()
 
     def stretch_end(self, step: int, next_event: int) -> int:
         """Return the last step at which a stretch that begins at `step` may end."""
         ends = [self.total_steps, next_event]
-        intervals = [self._evaluation_interval, self.checkpoint_interval if self.save_dir else None]
+        intervals = [self._evaluation_interval, self.checkpoint_interval]
         intervals += [callback.steps for callback in self.callbacks]
         ends += [(step // n + 1) * n for n in intervals if n]
         if self.max_stretch is not None:
@@ -80,9 +74,6 @@ class Agenda:
 
     def evaluation_due(self, step: int) -> bool:
         return divides(self._evaluation_interval, step)
-
-    def checkpoint_due(self, step: int) -> bool:
-        return self.save_dir is not None and divides(self.checkpoint_interval, step)
 
     def may_be_evaluated(self, step: int) -> bool:
         """Return whether the run may evaluate after `step`: an evaluation is due, or a callback may end training."""
@@ -215,8 +206,8 @@ class RunStanding:
         apart: consensus distance before this step's synchronization, or None if it was not measured.
         stopped: whether a callback has ended the training.
         outcome: the final model, or None if it is not stored yet.
-        before_saving: functions to call in every process before a checkpoint is written.
-        writer: writes checkpoints while nodes compute; None if nodes wait for each checkpoint.
+        kept: the run's checkpoint folder; None if the run writes no checkpoints.
+        wall_before_s: seconds that the run trained before this process called `start_clock`.
     """
 
     def __init__(self, agenda: Agenda, driver: Driver, fleet: Fleet, history: History, reports: Reports):
@@ -225,9 +216,8 @@ class RunStanding:
         self.apart: dict[str, float] | None = None
         self.stopped = False
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None
-        self.before_saving: list[Callable[[], Any]] = []
-        self.writer: Writer | None = None
-        self._wall_before_s = self._start = 0.0
+        self.kept: Kept | None = None
+        self.wall_before_s = self._start = 0.0
 
     @property
     def epoch(self) -> int:
@@ -266,50 +256,13 @@ class RunStanding:
 
     def wall_s(self) -> float:
         """Return the seconds that the run has trained, including the seconds before it was resumed."""
-        return self._wall_before_s + self.span_s()
+        return self.wall_before_s + self.span_s()
 
     def span_s(self) -> float:
         """Return the seconds that the run has trained since this process called `start_clock`."""
         return time.perf_counter() - self._start if self._start else 0.0
 
     # Saved, and put back
-
-    def save(self) -> Path:
-        """Write a checkpoint now, in all processes, and return its folder."""
-        path = self._write(self._snapshot(), self.fleet.comm.wire)
-        self._tell_written(self.step, path)
-        return path
-
-    def save_behind(self) -> None:
-        """Write a checkpoint, while nodes compute if possible, otherwise now."""
-        snapshot = self._snapshot()
-        if self.writer is None or not self.writer.start(snapshot):
-            self._tell_written(self.step, self._write(snapshot, self.fleet.comm.wire))
-
-    def write_behind(self) -> None:
-        """Let `save_behind` write while nodes compute."""
-        from exogym.core.saving.behind import Writer
-
-        self.writer = Writer(self.fleet.comm.wire, self._write, self._tell_written)
-
-    def _snapshot(self) -> Snapshot:
-        """Return the run's state for a checkpoint, after the checkpoint under way is written."""
-        from exogym.core.saving.snapshots import for_disk
-
-        if self.writer is not None:
-            self.writer.finish()
-        for prepare in self.before_saving:
-            prepare()
-        return for_disk(self)
-
-    def _write(self, snapshot: Snapshot, wire: Wire) -> Path:
-        from exogym.core.saving.checkpoint import save
-
-        agenda = self.agenda
-        return save(agenda.save_dir, snapshot, agenda.keep_checkpoints, wire, agenda.keepers)
-
-    def _tell_written(self, step: int, path: Path) -> None:
-        self.reports.tell("checkpoint", step, path=str(path))
 
     def counters(self) -> dict[str, Any]:
         """Return the run's counters, as JSON values. Checkpoints store the fleet's state and the history separately."""
@@ -330,20 +283,7 @@ class RunStanding:
         if end is not None:
             losses.begin(counters["step"], end)
         self.step, self.reports.logged, self.evaluated_at = (counters[name] for name in ("step", "logged", "evaluated"))
-        self._wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
+        self.wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
         self.outcome, self.stopped = None, False
         if self.driver.attendance is not None:
             self.driver.meet(self.driver.attendance.up(self.step))
-
-    def take_history(self, history: History) -> None:
-        self.history = history
-
-    def take_description(self, description: dict[str, Any]) -> None:
-        self.agenda.description = description
-
-    def carry_on(self, wall_s: float) -> None:
-        """Set the run's wall time to `wall_s`.
-
-        So the wall time does not shrink when the run returns to an earlier checkpoint.
-        """
-        self._wall_before_s = wall_s

@@ -319,7 +319,7 @@ def simulated(make, strategy=None):
 
     def look(loop):
         for node in range(NODES):
-            vectors, buffers = loop.models.of(node)
+            vectors, buffers = loop.driver.model(node)
             named = dict(model.named_parameters()) | dict(model.named_buffers())
             for block, vector in zip(loop.fleet.blocks, vectors, strict=True):
                 named |= {slot.name: slot.of(vector) for slot in block.layout}

@@ -188,7 +188,7 @@ def test_where_losses_come_later_the_loss_is_named() -> None:
             super().__init__(*given)
             self.at_once = False
 
-    with mock.patch("exogym.core.training.features.Watch", Later):
+    with mock.patch("exogym.core.training.assembly.Watch", Later):
         with pytest.raises(TrainingError, match="the loss of node 2 became nan at its step 7"):
             train(DiLoCoStrategy(lr=0.02, H=4), {2: [6]})
         with pytest.raises(TrainingError, match=words("diloco", 8)):

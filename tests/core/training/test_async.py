@@ -536,7 +536,7 @@ def test_one_node_is_diloco() -> None:
 def test_without_momentum_it_is_asynchronous_fedavg(rule: str) -> None:
     """theta - (eta/K) Delta per arrival; the theta between two pushes of equal nodes is what the others left."""
     thetas: list[Tensor] = []
-    look = Every(1, lambda loop: thetas.append(loop.driver.consensus()[0].clone()))
+    look = Every(1, lambda loop: thetas.append(loop.driver.model()[0][0].clone()))
     strategy = AsyncDiLoCoStrategy("sgd", H=2, lr=0.05, rule=rule, outer_momentum=0.0, outer_lr=0.8)
     train(strategy, num_nodes=2, steps=2, network=FREE, step_seconds=[1.0, 1.25], callbacks=[look])
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731

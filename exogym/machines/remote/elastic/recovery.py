@@ -31,7 +31,7 @@ from exogym.core.saving.snapshots import put_back, snapshot_of
 from exogym.core.training.assembly import assemble
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions, Subject
-from exogym.core.training.resuming import FREE, constants
+from exogym.core.training.resuming import FREE, Kept, constants
 from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.logger.base import check_writable
@@ -118,7 +118,8 @@ class Assembly:
         )  # fmt: skip
         loop = make(options=alone)
         if options.save_dir is not None:
-            loop.save_into(Path(options.save_dir), options.checkpoint_interval)
+            loop.agenda.checkpoint_interval = options.checkpoint_interval
+            loop.save_into(Kept(Path(options.save_dir), options.placement.keep_checkpoints, wire))
             check_writable(options.save_dir, "save_dir")
         described = loop.description
         wire.take_part(self.member.ready("alone"))
@@ -127,7 +128,11 @@ class Assembly:
         if options.run_dir is not None and self.member.rank == 0:
             # When it was lost, the others went back to the last step with its nodes. Its own reports hold up to it.
             (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
-            loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
+            observer = RunFolder(options.run_dir, loop.agenda.total_steps, True)
+            observer.start({**described, "resumed_step": first - 1})
+            loop.observers.all.append(observer)
+            loop.reports.logged = first - 1
+            loop.reports.restore(loop.history)
         return recovery
 
 
@@ -141,7 +146,7 @@ class Recovery:
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
         self._stood: list[Any] = []  # (step, members) of the last generations without progress
-        loop.take_over(self.train, self.at_rest)
+        loop.recovery, loop.at_rest = self.train, self.at_rest
 
     def train(self, run: Callable[[], bool]) -> bool:
         """Train to the end, or until a signal stops all processes. Return whether the run has finished."""
@@ -156,7 +161,7 @@ class Recovery:
                     barrier(self.wire)  # no process trains before all can receive a stop
                 finished = run()
                 if finished:
-                    self.loop.keep_outcome()
+                    self.loop.standing.outcome = self.loop.driver.model()  # while all that hold a share of it are there
                 barrier(self.wire)  # no process leaves while another still needs it
                 return finished
             except MemberLost as lost:
@@ -267,26 +272,23 @@ class Recovery:
                 if name in told.shared:
                     x.copy_(told.shared.pop(name))
         self._stand(Snapshot(rows, told.shared, meta))
-        self.loop.standing.take_description(meta["description"])
+        self.loop.agenda.description = meta["description"]
         self._begin()
 
     def _begin(self) -> None:
         """At a step that all members share, note the present members and each folder's keeper."""
-        agenda = self.loop.agenda
         barrier(self.wire)
         self._note_present()
-        if agenda.save_dir is not None:
-            folder = Path(agenda.save_dir)
-            everywhere(self.wire, lambda: check_writable(folder, "save_dir"))
-            keepers = holding(folder, self.wire, find_keepers(folder, self.wire), agenda.keepers)
-            self.loop.save_into(folder, agenda.checkpoint_interval, keepers)
+        if (kept := self.loop.standing.kept) is not None:
+            everywhere(self.wire, lambda: check_writable(kept.folder, "save_dir"))
+            kept.keepers = holding(kept.folder, self.wire, find_keepers(kept.folder, self.wire), kept.keepers)
 
     def _stand(self, anchor: Snapshot) -> None:
         loop, began = self.loop, bool(self.anchors)
         wall_s = loop.standing.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
         put_back(loop.standing, copy)
-        loop.standing.carry_on(wall_s)
+        loop.standing.wall_before_s = wall_s  # it does not shrink when the run returns to an earlier step
         if began:
             loop.reports.restore(loop.history)  # reports of steps that run again no longer hold
         self.anchors = {anchor.meta["step"]: anchor}
