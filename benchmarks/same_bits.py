@@ -130,7 +130,7 @@ def runs() -> Runs:
     """Return name to a factory of the strategy and its arguments for `fit`."""
     from exogym import NodeMesh
     from exogym.balance import Balance
-    from exogym.callbacks import EvaluateNodes, Every, WeightAverage
+    from exogym.callbacks import EvaluateNodes, Every
     from exogym.faults import Faults
     from exogym.strategy import DifferentialPrivacy
 
@@ -176,7 +176,7 @@ def runs() -> Runs:
         "diloco processes": (diloco, {"processes": 2}),
         "diloco callbacks": (
             diloco,
-            {"callbacks": [EvaluateNodes(), WeightAverage(steps=3), Every(7, lambda loop: loop.step >= 21)]},
+            {"callbacks": [EvaluateNodes(), Every(7, lambda loop: loop.step >= 21)]},
         ),
         "diloco islands": (made("diloco", lr=0.02, H=6, island_size=2, island_H=2), {}),
         "diloco parts": (made("diloco", lr=0.02, H=5, weighting="examples"), {"partitioner": "quantity:1"}),

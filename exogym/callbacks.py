@@ -2,9 +2,8 @@
 
 A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls the callback
 after each evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback
-runs in the main process only. It can end the training by returning True. If it puts submodules into training or
-evaluation mode, all nodes train with these modes from then on. It cannot freeze or unfreeze parameters: for that, train
-in two fits.
+runs in the main process only. It can end the training by returning True. It must leave submodules in the mode in which
+they were, and cannot freeze or unfreeze parameters: for that, train in two fits.
 
 This callback is called every two steps, and has state that checkpoints save:
 
@@ -31,17 +30,19 @@ This callback is called every two steps, and has state that checkpoints save:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from exogym.core.base.lazy import absent
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count, checked
 
-Model = TypeVar("Model", bound=nn.Module)
+__getattr__ = functools.partial(absent, __name__)  # callbacks that were here
 
 
 class Running(Protocol):
@@ -219,102 +220,3 @@ class EvaluateClients(Callback):
             for end, number in (("", x.mean()), ("_worst", worst), ("_spread", x.std(correction=0))):
                 summary[f"clients_{name}{end}"] = float(number)
         loop.history.add_evaluation(loop.step, loop.epoch, summary)
-
-
-class WeightAverage(Callback):
-    """Average the averaged (or outer) model over time: exponentially (EMA), or as a plain mean (SWA).
-
-    Every k steps, theta (the model after that step) updates the average a. n is the number of models so far:
-
-        a <- d a + (1 - d) theta      with `decay` d; the first model is copied
-        a <- a + (theta - a) / n      with `decay=None`
-
-    For DiLoCo theta is the outer model, which changes at outer steps only. Floating-point buffers (BatchNorm's
-    statistics) are averaged in the same way; other buffers are copied. The nodes send nothing for this average, so
-    their bytes stay the same. Each evaluation also evaluates the average. The averaged model's record gets the values
-    `average_val_loss`, `average_val_accuracy`, ... Checkpoints save the average. A resumed run whose checkpoint has no
-    average starts a new average.
-
-    Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; Izmailov et al., arXiv:1803.05407. Memory: one element per
-    parameter in the model's dtype, in the main process.
-
-    Args:
-        decay: d, at least 0 and less than 1. If `decay` is None, a is the plain mean.
-        steps: k, the number of steps between two models of the average.
-        start_step: ignore models before this step.
-
-    >>> average = WeightAverage(decay=0.99, steps=10)
-    """
-
-    may_end = False
-
-    @checked
-    def __init__(self, decay: float | None = 0.99, *, steps: int = 1, start_step: int = 0):
-        if decay is not None and not (isinstance(decay, int | float) and 0 <= decay < 1):
-            raise ArgumentError(f"decay={decay!r} must be from 0 to under 1, or None for the plain mean")
-        check_count("steps", steps)
-        check_count("start_step", start_step, least=0)
-        self.decay, self.steps, self.start_step = decay, steps, start_step
-        self.count, self._step = 0, -1
-        self._vectors: list[Tensor] = []
-        self._buffers: dict[str, Tensor] = {}
-        self._names: list[tuple[Any, int]] = []
-
-    def __call__(self, loop: Running) -> None:
-        is_turn = self.steps is not None and loop.step % self.steps == 0
-        if is_turn and loop.step >= max(1, self.start_step) and loop.step != self._step:
-            vectors, buffers = loop.average()
-            self._take(vectors, buffers)
-            self._step = loop.step
-        self._names = [
-            (slot, b) for b, block in enumerate(loop.fleet.blocks) for slot in block.layout.whole or block.layout
-        ]
-        if self.count and loop.evaluated_at == loop.step:
-            device = loop.fleet.blocks[0].params.device
-            vectors = [x.to(device) for x in self._vectors]
-            buffers = {name: x.to(device) for name, x in self._buffers.items()}
-            values = {f"average_{name}": value for name, value in loop.measure(vectors, buffers).items()}
-            loop.history.add_evaluation(loop.step, loop.epoch, values)
-
-    def _take(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Add a model to the average."""
-        self.count += 1
-        if self.count == 1:
-            self._vectors = [x.clone() for x in vectors]
-            self._buffers = {name: x.clone() for name, x in buffers.items()}
-            return
-        share = 1 / self.count if self.decay is None else 1 - self.decay
-        self._vectors = [old.to(new.device).lerp_(new, share) for old, new in zip(self._vectors, vectors, strict=True)]
-        for name, new in buffers.items():
-            old = self._buffers[name].to(new.device)
-            self._buffers[name] = old.lerp_(new, share) if new.is_floating_point() else new.clone()
-
-    @torch.no_grad()
-    def load_into(self, model: Model) -> Model:
-        """Copy the average's parameters and buffers into `model`, and return `model`.
-
-        Raises:
-            ArgumentError: there is no average yet, or `model` has another architecture than the trained model.
-        """
-        if not self.count:
-            raise ArgumentError(
-                "no model was averaged: give this callback to fit(callbacks=[...]), and train past its start_step"
-            )
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        given = {slot.name: slot.of(self._vectors[b]) for slot, b in self._names} | self._buffers
-        for name, x in given.items():
-            if name not in tensors or tensors[name].shape != x.shape:
-                raise ArgumentError(f"model has no {name!r} of shape {tuple(x.shape)}: give the model that was trained")
-        for name, x in given.items():
-            tensors[name].copy_(x)
-        return model
-
-    def state(self) -> dict[str, Tensor]:
-        state = {f"vector.{b}": x for b, x in enumerate(self._vectors)}
-        state |= {f"buffer.{name}": x for name, x in self._buffers.items()}
-        return state | {"counts": torch.tensor([self.count, self._step])}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        self.count, self._step = state["counts"].tolist() if state else (0, -1)
-        self._vectors = [state[f"vector.{b}"] for b in range(sum(name.startswith("vector.") for name in state))]
-        self._buffers = {name.removeprefix("buffer."): x for name, x in state.items() if name.startswith("buffer.")}

@@ -186,7 +186,7 @@ class LocalTrainer(Trainer):
         Each submodule trains in the mode in which it comes, so a BatchNorm or dropout in evaluation mode stays in it,
         and a model in evaluation mode whose submodules are in training mode does too. Only if the model and all its
         submodules are in evaluation mode, as `from_pretrained` of transformers returns them, does `fit` train them in
-        training mode. Modes that a callback sets hold from then on. After `fit` each submodule has the mode that it had
+        training mode. After `fit` each submodule has the mode that it had
         before. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
         train in two fits.
         """

@@ -36,7 +36,8 @@ import os, signal, sys, threading
 from pathlib import Path
 import torch
 from exogym import LocalTrainer, Placement
-from exogym.callbacks import Every, WeightAverage
+from averages import TimeAverage
+from exogym.callbacks import Every
 from exogym.clusters.ray import Ray
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.strategy import DiLoCoStrategy
@@ -140,7 +141,7 @@ class Falls:
 def torn(loop):
     raise ExoGymError("torn on purpose")
 
-expected, mean = (WeightAverage(decay=0.5) for _ in range(2))
+expected, mean = (TimeAverage(0.5) for _ in range(2))
 simulated = trained(callbacks=[expected])
 kept = dict(save_dir="kept", checkpoint_interval=4)
 away = trained(placement=Placement(engine="ray", max_restarts=1), callbacks=[Every(4, Falls()), mean], **kept)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, NetworkTrainer, Trainer, load_model, save_model
-from exogym.callbacks import Every, Running, WeightAverage
+from exogym.callbacks import EvaluateNodes, Every, Running
 from exogym.data import digits
 from exogym.faults import Faults
 from exogym.logger import CSVLogger
@@ -85,7 +85,7 @@ def train() -> float:
     spec = OptimSpec(torch.optim.AdamW, lr=1e-3)
     model: nn.Module = trainer.fit(
         DiLoCoStrategy(inner_optim=spec, H=5), num_nodes=4, max_steps=20, batch_size=4, logger=CSVLogger("logs"),
-        callbacks=[Every(5, tell), WeightAverage(decay=0.9)], network="wifi",
+        callbacks=[Every(5, tell), EvaluateNodes()], network="wifi",
     )
     save_model(model, "model.safetensors")
     print(fingerprint(model), load_model(Line(), "model.safetensors"), digits().classes)

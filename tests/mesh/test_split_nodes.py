@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from averages import TimeAverage
 from battery import asked, each
 from paths import TESTS
 from splits import (
@@ -27,7 +28,6 @@ from splits import (
 
 from exogym import NodeMesh
 from exogym.balance import Balance
-from exogym.callbacks import WeightAverage
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
 
@@ -44,7 +44,7 @@ def halves(request, tmp_path_factory):
     names, warily = ([params["name"] for params in asked(request, test)] for test in OF_NAMES)
     body = f"""
 from exogym.balance import Balance
-from exogym.callbacks import WeightAverage
+from averages import TimeAverage
 from exogym.faults import Faults
 found = {{name: fit(trainer(), make(), node=NodeMesh(shard=2)) for name in {names!r} for make, _ in [MADE[name]]}}
 for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stages=2"):
@@ -65,7 +65,7 @@ found["still", "stages"] = by_hand(lambda **given: {{"node": NodeMesh(**given), 
 made = trainer()
 before = dict(made.model.named_parameters())
 hooks = lambda: [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in made.model.modules()]
-fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[WeightAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
+fit(made, {DILOCO}, node=NodeMesh(shard=2), callbacks=[TimeAverage(0.5)], faults=Faults(absent={{1: [(2, 4)]}}))
 if rank() == 0:
     found["watched"] = list(made.history.column("average_val_loss")[1])
 after = dict(made.model.named_parameters())
@@ -88,7 +88,7 @@ def test_two_processes_for_a_node_train_what_one_would(name, halves):
 def test_callbacks_and_absent_nodes_are_as_ever(halves):
     made = trainer()
     away = Faults(absent={1: [(2, 4)]})
-    fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), callbacks=[WeightAverage(0.5)], faults=away)
+    fit(made, DiLoCoStrategy("sgd", H=3, lr=0.1), callbacks=[TimeAverage(0.5)], faults=away)
     values = list(made.history.column("average_val_loss")[1])
     assert len(values) > 1 and halves["watched"] == pytest.approx(values, rel=1e-5)
 

@@ -16,7 +16,7 @@ def one_and_two(request, tmp_path_factory):
     body = (
         f"NAMES = {names!r}"
         + """
-from exogym.callbacks import WeightAverage
+from averages import TimeAverage
 from exogym.mesh.recut import Recut
 from strategies import STRATEGIES
 PROX = STRATEGIES["fedprox"].make
@@ -27,7 +27,7 @@ clipped = MADE["diloco clipped"][0]
 fit(trainer(), clipped(), max_steps=4, **nodes, **given)
 fit(trainer(), clipped(), max_steps=5, node=[NodeMesh(shard=2), NodeMesh()], resume=True, **given)
 made = trainer()
-fit(made, clipped(), callbacks=[WeightAverage(0.5)], **nodes)
+fit(made, clipped(), callbacks=[TimeAverage(0.5)], **nodes)
 if rank() == 0:
     found["watched"] = list(made.history.column("average_val_loss")[1])
 Recut.refresh = lambda self: self.within.refresh()  # the control: what training does to a row is not computed with
@@ -55,10 +55,10 @@ def test_what_unequal_nodes_saved_others_and_dense_ones_go_on_from(one_and_two):
 
 
 def test_callbacks_of_unequal_nodes_are_as_ever(one_and_two):
-    from exogym.callbacks import WeightAverage
+    from averages import TimeAverage
 
     made = trainer()
-    fit(made, MADE["diloco clipped"][0](), callbacks=[WeightAverage(0.5)])
+    fit(made, MADE["diloco clipped"][0](), callbacks=[TimeAverage(0.5)])
     values = list(made.history.column("average_val_loss")[1])
     assert len(values) > 1 and one_and_two[0]["watched"] == pytest.approx(values, rel=1e-4)
 

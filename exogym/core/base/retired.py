@@ -40,6 +40,7 @@ RETIRED: dict[str, str] = {
     "Clock.outages": "Faults(absent=...) makes nodes absent in a run",
     "clock.draw_timeline": "exogym ui draws a run's timeline; save_trace writes a file for ui.perfetto.dev",
     "faults.Diurnal": "Devices(...) and Trace(FILE, repeat_s=86400) say when clients are available",
+    "callbacks.WeightAverage": "docs/recipes.md shows such a callback",
     "compare.timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",
     "compare.log_x": "compare(...).plot(x, log=True) draws this axis",
     **dict.fromkeys(

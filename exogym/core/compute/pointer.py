@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.torch_private import own_buffers, own_parameters, version
+from exogym.core.base.torch_private import own_buffers, own_parameters
 from exogym.core.fleet import Fleet
 from exogym.errors import ModelError
 
@@ -42,7 +42,6 @@ class Pointer:
         self.homes = [p.data for p in self.parameters]
         self.owners = [(p, *owner_of(model, name)) for name, p in named.items()]
         self.add_buffers(model, changing)
-        self._constant: dict[str, tuple[nn.Module, str, Tensor, int]] = {}
         self._views: dict[int, list[Tensor]] = {}
         self.at: Sequence[Tensor] = self.homes
 
@@ -93,26 +92,8 @@ class Pointer:
                 )
         self.keep_buffers(row)
 
-    def watch(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Watch buffers that must stay constant, because all nodes share them: `keep_buffers` checks them."""
-        found = dict(model.named_buffers())
-        for name in names:
-            if name in found and name not in self._buffer_owners:
-                self._constant[name] = (*owner_of(model, name), found[name], version(found[name]))
-
     def keep_buffers(self, row: int) -> None:
-        """Copy the buffers that the module has re-assigned into `row`.
-
-        Raises:
-            ModelError: training changed a buffer that `watch` watches.
-        """
-        for name, (owner, attribute, was, at) in self._constant.items():
-            if own_buffers(owner)[attribute] is not was or version(was) != at:
-                raise ModelError(
-                    f"a callback put {name.rpartition('.')[0]!r} into training mode, and training now changes its "
-                    f"buffer {name!r}. All nodes share this buffer, because it did not change when the run began: have "
-                    "the submodule in training mode when fit begins, or train in two fits and call .train() between"
-                )
+        """Copy the buffers that the module has re-assigned into `row`."""
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():

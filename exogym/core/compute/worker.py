@@ -20,7 +20,7 @@ from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
 from exogym.core.base.devices import CPU
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch, stream_seed
-from exogym.core.base.torch_private import own_buffers, scale_
+from exogym.core.base.torch_private import scale_
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer
 from exogym.core.fleet import Fleet, Stateful
@@ -102,15 +102,6 @@ class Worker:
         """
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
-
-    def train_also(self, submodules: Sequence[str]) -> None:
-        """Train with `submodules`, by name, in training mode. They were in evaluation mode when the run began.
-
-        From now on they may draw random numbers. Changes of their buffers are an error if no row holds them.
-        """
-        self.draws_torch = self.draws_python = True
-        own = [(name, own_buffers(self.model.get_submodule(name))) for name in submodules]
-        self._buffers.watch(self.model, [f"{name}.{key}".lstrip(".") for name, buffers in own for key in buffers])
 
     def check_frozen(self) -> None:
         """Raise ModelError if the user's code has unfrozen a parameter during `fit`."""

@@ -40,8 +40,6 @@ class Calling:
         for k, callback in enumerate(agenda.callbacks):
             part = Shared(callback.state, callback.load_state)
             self.fleet.state.register(f"callback {k} {type(callback).__name__}", part)
-        self._modes = self._modes_at_first = self._modes_now()
-        self.fleet.state.register("callback modes", Shared(self._saved_modes, self._load_modes))
 
     @property
     def step(self) -> int:
@@ -163,7 +161,7 @@ class Calling:
         try:
             for callback in due:
                 self.beat()
-                trained = self._trained()
+                before = self._settings()
                 if callback(running) is True:
                     if not callback.may_end:
                         raise ArgumentError(
@@ -171,12 +169,10 @@ class Calling:
                             "return None"
                         )
                     self.standing.stopped = True
-                self._check_trained(callback, trained)
+                self._check_kept(callback, before)
         finally:
             self._is_calling = False
-        modes = self._modes_now()
-        tell(self._wire, ["go on", [self.standing.stopped, None if modes == self._modes else modes]])
-        self._take_modes(modes)
+        tell(self._wire, ["go on", self.standing.stopped])
 
     def _ask(self, wish: str, value: Any = None) -> None:
         """Tell the other processes, which are in `_serve`, to make the same call as this one."""
@@ -195,49 +191,30 @@ class Calling:
         while True:
             wish, value = tell(self._wire, None)
             if wish == "go on":
-                self.standing.stopped, modes = value
-                if modes is not None:
-                    self._take_modes(modes)
+                self.standing.stopped = value
                 return
             wishes[wish](value)
 
-    # What callbacks change in the model
+    # What callbacks may not change in the model
 
-    def _trained(self) -> dict[str, bool]:
-        return {name: p.requires_grad for name, p in self.worker.model.named_parameters()}
+    def _settings(self) -> dict[tuple[str, str], bool]:
+        """Return which parameters train, and which submodules are in training mode."""
+        model = self.worker.model
+        trained = {(name, "requires_grad"): p.requires_grad for name, p in model.named_parameters()}
+        return trained | {(name, "training"): module.training for name, module in model.named_modules()}
 
-    def _check_trained(self, callback: Callback, before: dict[str, bool]) -> None:
-        """Raise ModelError if the callback froze or unfroze a parameter: the rows have only what trained at first."""
+    def _check_kept(self, callback: Callback, before: dict[tuple[str, str], bool]) -> None:
+        """Raise ModelError if the callback changed a setting: rows, buffers and random draws follow those at first."""
         if self.standing.stopped or self.step == self._agenda.total_steps:
             return
-        changed = [name for name, trains in self._trained().items() if before.get(name, trains) != trains]
+        now = self._settings()
+        changed = [of for of, was in before.items() if now.get(of, was) != was]
         if changed:
-            now = not before[changed[0]]
+            name, what = changed[0]
             raise ModelError(
-                f"after step {self.step} {type(callback).__name__} set requires_grad={now} for {changed[0]!r}, but fit "
-                "trains the same parameters from beginning to end. Train in two fits: the first with "
-                f"max_steps={self.step}, or ended by a callback that returns True. Then set requires_grad, and fit "
+                f"after step {self.step} {type(callback).__name__} set {what}={now[changed[0]]} for "
+                f"{name or 'the model itself'!r}, but fit trains the same parameters, in the same modes, from "
+                "beginning to end. Put the setting back at the callback's end. Or train in two fits: the first with "
+                f"max_steps={self.step}, or ended by a callback that returns True. Then change the setting, and fit "
                 "again"
             )
-
-    def _modes_now(self) -> list[bool]:
-        """Return whether each submodule is in training mode."""
-        return [module.training for module in self.worker.model.modules()]
-
-    def _take_modes(self, modes: list[bool]) -> None:
-        """Train with these modes of the submodules from now on: the modes in which a callback left them."""
-        if modes == self._modes:
-            return
-        started = []
-        for (name, module), now, before in zip(self.worker.model.named_modules(), modes, self._modes, strict=True):
-            module.training = now
-            started += [name] if now and not before else []
-        if started:
-            self.worker.train_also(started)
-        self._modes = modes
-
-    def _saved_modes(self) -> dict[str, Tensor]:
-        return {} if self._modes == self._modes_at_first else {"training": torch.tensor(self._modes)}
-
-    def _load_modes(self, saved: dict[str, Tensor]) -> None:
-        self._take_modes(saved["training"].tolist() if saved else self._modes_at_first)
