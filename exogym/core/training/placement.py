@@ -7,17 +7,19 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.engine.engines import Engine, EngineOptions, engine_for, place, world_size
-from exogym.core.engine.nodes import Nodes
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.workplace import check_memory
+
+if TYPE_CHECKING:
+    from exogym.core.engine.nodes import Nodes
 
 Result = TypeVar("Result")
 
