@@ -54,6 +54,7 @@ class Resumable(Protocol):
     def may_be_away(self, node: int, step: int) -> bool: ...
     def counters(self) -> dict[str, Any]: ...
     def stand(self, counters: dict[str, Any]) -> None: ...
+    def take_history(self, history: History) -> None: ...
 
 
 def snapshot_of(loop: Resumable) -> Snapshot:
@@ -178,7 +179,7 @@ def put_back(loop: Resumable, snapshot: Snapshot) -> None:
         fleet.state.load_shared(snapshot.shared)
         arrays = {name: value.numpy() for name, value in below("history.", snapshot.shared).items()}
         evaluations = json.loads(arrays.pop(EVALUATIONS).tobytes())
-        loop.history = History.from_state(meta["history"] | arrays | {EVALUATIONS: evaluations})
+        loop.take_history(History.from_state(meta["history"] | arrays | {EVALUATIONS: evaluations}))
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.progress import GOING_ON
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator, spread, usage
-from exogym.core.record.observers import Observers
+from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.training.driver import Driver
 from exogym.core.training.standing import Agenda, Reports, RunStanding, Totals, divides
 from exogym.errors import Stopped
@@ -67,7 +67,7 @@ class TrainingLoop:
         self.reports = Reports(observers, fleet.comm, agenda, tells_who=driver.seats is None)
         self.standing = RunStanding(agenda, driver, fleet, history, self.reports)
         if kept is not None:
-            self.save_into(kept)
+            self.save_into(kept, agenda.checkpoint_interval)
         driver.evaluator = evaluator
         self.call: Callable[[bool], None] = lambda every: None
         if agenda.callbacks:
@@ -261,9 +261,26 @@ class TrainingLoop:
     def _log(self, last: int | None = None) -> None:
         self.reports.log(self.history, self.step if last is None else last)
 
-    def save_into(self, kept: Kept) -> None:
-        """Write checkpoints into the folder `kept` from now on."""
-        self.standing.kept = kept
+    # For runs whose hosts come and go
+
+    def take_over(self, recovery: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
+        """Set `recovery`, which runs the training, and `at_rest`, which the loop calls before each stretch."""
+        self.recovery, self.at_rest = recovery, at_rest
+
+    def keep_outcome(self) -> None:
+        """Store the final model now, while all processes that hold a share of the model are still present."""
+        self.standing.outcome = self.driver.model()
+
+    def observe(self, observer: Observer, run: Fields, step: int) -> None:
+        """Add an observer, which already has the run's records up to `step`."""
+        observer.start({**run, "resumed_step": step})
+        self.observers.all.append(observer)
+        self.reports.logged = step
+        self.reports.restore(self.history)
+
+    def save_into(self, kept: Kept, interval: int | None) -> None:
+        """Write checkpoints into the folder `kept` from now on, every `interval` steps."""
+        self.standing.kept, self.agenda.checkpoint_interval = kept, interval
         self.reports.signs.append(kept.beat)
         kept.begin(self.standing, self.reports.tell)
 

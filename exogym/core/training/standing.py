@@ -207,7 +207,6 @@ class RunStanding:
         stopped: whether a callback has ended the training.
         outcome: the final model, or None if it is not stored yet.
         kept: the run's checkpoint folder; None if the run writes no checkpoints.
-        wall_before_s: seconds that the run trained before this process called `start_clock`.
     """
 
     def __init__(self, agenda: Agenda, driver: Driver, fleet: Fleet, history: History, reports: Reports):
@@ -217,7 +216,7 @@ class RunStanding:
         self.stopped = False
         self.outcome: tuple[list[Tensor], dict[str, Tensor]] | None = None
         self.kept: Kept | None = None
-        self.wall_before_s = self._start = 0.0
+        self._wall_before_s = self._start = 0.0
 
     @property
     def epoch(self) -> int:
@@ -256,7 +255,7 @@ class RunStanding:
 
     def wall_s(self) -> float:
         """Return the seconds that the run has trained, including the seconds before it was resumed."""
-        return self.wall_before_s + self.span_s()
+        return self._wall_before_s + self.span_s()
 
     def span_s(self) -> float:
         """Return the seconds that the run has trained since this process called `start_clock`."""
@@ -283,7 +282,20 @@ class RunStanding:
         if end is not None:
             losses.begin(counters["step"], end)
         self.step, self.reports.logged, self.evaluated_at = (counters[name] for name in ("step", "logged", "evaluated"))
-        self.wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
+        self._wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
         self.outcome, self.stopped = None, False
         if self.driver.attendance is not None:
             self.driver.meet(self.driver.attendance.up(self.step))
+
+    def take_history(self, history: History) -> None:
+        self.history = history
+
+    def take_description(self, description: dict[str, Any]) -> None:
+        self.agenda.description = description
+
+    def carry_on(self, wall_s: float) -> None:
+        """Set the run's wall time to `wall_s`.
+
+        So the wall time does not shrink when the run returns to an earlier checkpoint.
+        """
+        self._wall_before_s = wall_s

@@ -118,8 +118,8 @@ class Assembly:
         )  # fmt: skip
         loop = make(options=alone)
         if options.save_dir is not None:
-            loop.agenda.checkpoint_interval = options.checkpoint_interval
-            loop.save_into(Kept(Path(options.save_dir), options.placement.keep_checkpoints, wire))
+            kept = Kept(Path(options.save_dir), options.placement.keep_checkpoints, wire)
+            loop.save_into(kept, options.checkpoint_interval)
             check_writable(options.save_dir, "save_dir")
         described = loop.description
         wire.take_part(self.member.ready("alone"))
@@ -128,11 +128,7 @@ class Assembly:
         if options.run_dir is not None and self.member.rank == 0:
             # When it was lost, the others went back to the last step with its nodes. Its own reports hold up to it.
             (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
-            observer = RunFolder(options.run_dir, loop.agenda.total_steps, True)
-            observer.start({**described, "resumed_step": first - 1})
-            loop.observers.all.append(observer)
-            loop.reports.logged = first - 1
-            loop.reports.restore(loop.history)
+            loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
         return recovery
 
 
@@ -146,7 +142,7 @@ class Recovery:
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
         self._stood: list[Any] = []  # (step, members) of the last generations without progress
-        loop.recovery, loop.at_rest = self.train, self.at_rest
+        loop.take_over(self.train, self.at_rest)
 
     def train(self, run: Callable[[], bool]) -> bool:
         """Train to the end, or until a signal stops all processes. Return whether the run has finished."""
@@ -161,7 +157,7 @@ class Recovery:
                     barrier(self.wire)  # no process trains before all can receive a stop
                 finished = run()
                 if finished:
-                    self.loop.standing.outcome = self.loop.driver.model()  # while all that hold a share of it are there
+                    self.loop.keep_outcome()
                 barrier(self.wire)  # no process leaves while another still needs it
                 return finished
             except MemberLost as lost:
@@ -272,7 +268,7 @@ class Recovery:
                 if name in told.shared:
                     x.copy_(told.shared.pop(name))
         self._stand(Snapshot(rows, told.shared, meta))
-        self.loop.agenda.description = meta["description"]
+        self.loop.standing.take_description(meta["description"])
         self._begin()
 
     def _begin(self) -> None:
@@ -288,7 +284,7 @@ class Recovery:
         wall_s = loop.standing.wall_s() if began else anchor.meta["wall_s"]
         copy = Snapshot({rank: _copy(x) for rank, x in anchor.rows.items()}, _copy(anchor.shared), anchor.meta)
         put_back(loop.standing, copy)
-        loop.standing.wall_before_s = wall_s  # it does not shrink when the run returns to an earlier step
+        loop.standing.carry_on(wall_s)
         if began:
             loop.reports.restore(loop.history)  # reports of steps that run again no longer hold
         self.anchors = {anchor.meta["step"]: anchor}
