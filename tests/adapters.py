@@ -1,13 +1,12 @@
 """What the tests of other trainers share: strategies, a model with its data, the simulated run, and worlds of nodes."""
 
 import functools
-import json
 import os
 import signal
 
 import pytest
 import torch
-from processes import in_groups
+from processes import told_in_groups
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -134,14 +133,7 @@ def launched(rank, num_nodes):
 
 def in_world(num_nodes, folder, body):
     """Run `body(rank)` in a world of forks, each launched by torchrun; return what each rank returned, as JSON."""
-    folder.mkdir(exist_ok=True)
-
-    def told(rank):
-        launched(rank, num_nodes)
-        (folder / f"{rank}.json").write_text(json.dumps(body(rank)))
-
-    in_groups(num_nodes, folder, told)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_nodes)]
+    return told_in_groups(num_nodes, folder, lambda rank: [launched(rank, num_nodes), body(rank)][1])
 
 
 def kill():

@@ -7,6 +7,7 @@ process, which has it, and `world(...)` does so for ranks; of each kind one test
 import contextlib
 import fcntl
 import gc
+import json
 import logging
 import os
 import runpy
@@ -288,6 +289,13 @@ def in_groups(processes, folder, body):
         dist.destroy_process_group()
 
     everywhere(processes, member)
+
+
+def told_in_groups(processes, folder, body):
+    """Run `body(rank)` as `in_groups` does; return what each process returned, as JSON."""
+    folder.mkdir(exist_ok=True)
+    in_groups(processes, folder, lambda rank: (folder / f"{rank}.json").write_text(json.dumps(body(rank))))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def over_gloo(processes, nodes, folder, body, native=False):

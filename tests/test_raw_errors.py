@@ -314,11 +314,6 @@ def test_a_log_on_a_full_disk_is_given_up_and_the_training_goes_on(kind, tmp_pat
     assert capsys.readouterr().err.count("no longer written") == 0
 
 
-def test_a_device_that_is_always_full(capsys):
-    fit(MAKE(), logger=[CSVLogger("/dev/full"), JSONLinesLogger("/dev/full")], **OPTIONS)
-    assert capsys.readouterr().err.count("/dev/full is no longer written") == 2
-
-
 # Names that no file can have
 
 NAMES = {"nul": "a\0b", "long": "x" * 300, "deep": "y/" * 3000 + "y", "surrogate": "\ud800"}

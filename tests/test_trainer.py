@@ -118,11 +118,6 @@ def test_how_long_a_run_is(limits, steps):
     assert fit(SimpleReduceStrategy(), num_nodes=2, **limits).history[-1]["step"] == steps
 
 
-def test_a_step_takes_the_accumulated_examples():
-    trainer = fit(SimpleReduceStrategy(), num_nodes=2, gradient_accumulation=2, num_epochs=2)
-    assert trainer.history[-1]["step"] == 2 * 2
-
-
 # The batch in pieces, and precisions
 
 

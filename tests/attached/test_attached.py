@@ -5,11 +5,11 @@ import itertools
 import json
 import os
 import signal
-from typing import Any
 
 import pytest
 import torch
-from processes import in_groups
+from adapters import STRATEGIES
+from processes import told_in_groups as in_world
 from strategies import CORE
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -25,34 +25,14 @@ from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
-    GossipStrategy,
     MuLoCoStrategy,
-    NoLoCoStrategy,
     PeriodicModule,
-    PowerSGDStrategy,
     SimpleReduceStrategy,
-    SPARTAStrategy,
-    StreamingDiLoCoStrategy,
-    TopKStrategy,
 )
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint
 
 STEPS, BATCH, PARTS, LR = 50, 8, 2, 0.02
-CLIPPED = {"max_norm": 0.5}
-STRATEGIES: dict[str, Any] = {
-    "ddp": lambda **o: SimpleReduceStrategy(**CLIPPED, **o),
-    "diloco": lambda **o: DiLoCoStrategy(H=7, **CLIPPED, **o),
-    "streaming diloco": lambda **o: StreamingDiLoCoStrategy(
-        H=8, num_fragments=2, fragment_sync_delay=1, **CLIPPED, **o
-    ),
-    "sparta": lambda **o: SPARTAStrategy(p_sparta=0.2, **CLIPPED, **o),
-    "demo": lambda **o: DeMoStrategy(compression_topk=4, compression_chunk=8, **CLIPPED, **o),
-    "powersgd": lambda **o: PowerSGDStrategy(rank=2, start_step=2, min_rate=1.0, **CLIPPED, **o),
-    "topk": lambda **o: TopKStrategy("adamw", density=0.2, **CLIPPED, **o),
-    "gossip": lambda **o: GossipStrategy("adamw", H=2, **CLIPPED, **o),
-    "noloco": lambda **o: NoLoCoStrategy(H=4, **CLIPPED, **o),
-}
 
 
 class Tied(nn.Module):
@@ -111,7 +91,9 @@ def outcome(nodes, model):
 
 
 def described(name):
-    return STRATEGIES[name](lr=LR, lr_scheduler="cosine", warmup_steps=3)
+    inner = ("adamw",) if name in ("topk", "gossip") else ()
+    options = {"H": 7} if name == "diloco" else {}
+    return STRATEGIES[name](*inner, lr=LR, lr_scheduler="cosine", warmup_steps=3, **options)
 
 
 def begun(name="diloco", own=True, steps=STEPS, **options):
@@ -126,17 +108,6 @@ def attached(name, own, steps):
     model, _, nodes = begun(name, own, steps)
     loop(nodes, model, steps)
     return outcome(nodes, nodes.finish())
-
-
-def in_world(num_nodes, folder, body):
-    """Run `body(rank)` in a world of forks; return what each rank returned, as JSON."""
-    folder.mkdir(exist_ok=True)
-
-    def told(rank):
-        (folder / f"{rank}.json").write_text(json.dumps(body(rank)))
-
-    in_groups(num_nodes, folder, told)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_nodes)]
 
 
 def holds_the_law(num_nodes, names, steps, folder):
@@ -352,18 +323,6 @@ def test_an_optimizer_that_another_trainer_steps_takes_the_nodes_steps():
     model(data().tensors[0]).sum().backward()  # the optimizer is the user's again
     optimizer.step()
     assert fingerprint(model) != before
-
-
-def test_bytes_are_those_of_a_simulation(tmp_path):
-    def body(rank):
-        model, _, nodes = begun(steps=20)
-        loop(nodes, model, 20)
-        nodes.finish()
-        return [nodes.history.last[name] for name in ("tx_bytes", "payload_bytes")]
-
-    trainer = simulated(described("diloco"), 2, max_steps=20)
-    wanted = [trainer.history.last[name] for name in ("tx_bytes", "payload_bytes")]
-    assert in_world(2, tmp_path, body) == [wanted, wanted] and wanted[0] > 0
 
 
 # Checkpoints, and a look at the averaged model

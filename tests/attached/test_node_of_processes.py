@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from paths import ROOT
-from processes import in_groups, world
+from processes import told_in_groups, world
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,14 +63,11 @@ def data():
 
 def in_world(folder, body, processes=4):
     """Run `body(rank, mesh)` in processes of nodes of two; return what each process returned, as JSON."""
-    folder.mkdir(exist_ok=True)
 
-    def told(rank):
-        mesh = init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=("node", "shard"))
-        (folder / f"{rank}.json").write_text(json.dumps(body(rank, mesh)))
+    def with_mesh(rank):
+        return body(rank, init_device_mesh("cpu", (processes // 2, 2), mesh_dim_names=("node", "shard")))
 
-    in_groups(processes, folder, told)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+    return told_in_groups(processes, folder, with_mesh)
 
 
 def sharded(mesh, model=None):

@@ -1,12 +1,6 @@
 """Data read in order: dealt without overlap, gone on with at any example, the same on every layout."""
 
-import itertools
-import os
 import random
-import signal
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from exogym import LocalTrainer
 from exogym.balance import Balance
 from exogym.data import IterableData, Stream, iterated
-from exogym.data.iterated import Dealer, Iterated
+from exogym.data.iterated import Dealer
 from exogym.data.reading import Reader, described
 from exogym.errors import ArgumentError, CheckpointError, DataError
 from exogym.faults import Faults
@@ -436,44 +430,6 @@ def test_web_datasets(tmp_path: Path) -> None:
     assert gone_on_with(make, tmp_path / "kept", shuffle=False) == trained(DATA, shuffle=False)
 
 
-SCRIPT = """
-    import os, signal, sys
-    sys.path[:0] = {paths!r}
-    import test_iterated as t
-    kill, processes, kind, folder = int(sys.argv[1]), int(sys.argv[2]), getattr(t, sys.argv[3]), sys.argv[4]
-    reads = 0
-
-    class Killed(kind):
-        def __iter__(self):
-            global reads
-            for example in super().__iter__():
-                reads += 1
-                if reads == kill:
-                    os.killpg(0, signal.SIGKILL)
-                yield example
-
-    print(t.trained(Killed(t.D, 0, t.DATA), processes=processes, save_dir=folder, checkpoint_interval=1, resume=True))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["InOrder", "WithState"])
-def test_bits_after_real_kills(kind: str, tmp_path: Path) -> None:
-    """SIGKILL to all processes while they read the k-th example, again and again, on 1, 2 and 3 processes."""
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT).format(paths=[str(Path(__file__).parent), *sys.path]))
-    kills, processes, done = 0, itertools.cycle((1, 2, 3)), None
-    while done is None:
-        kill = 40 + 37 * kills if kills < 5 else 0
-        command = [sys.executable, str(script), str(kill), str(next(processes)), kind, str(tmp_path / "kept")]
-        found = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        assert found.returncode in (0, -signal.SIGKILL), found.stderr
-        kills += found.returncode != 0
-        done = found.stdout.strip() if not found.returncode else None
-    assert kills >= 3 and done == trained(DATA)
-    assert os.listdir(tmp_path / "kept")
-
-
 @pytest.mark.slow
 def test_memory_stays_flat() -> None:
     """A million examples; see benchmarks/streams.py for whole runs."""
@@ -493,8 +449,3 @@ def test_memory_stays_flat() -> None:
     finally:
         tracemalloc.stop()
     assert max(peaks[1:]) < 1.02 * peaks[1] and peaks[-1] > 500 * 50 * 3 * 28
-
-
-def test_an_iterated_run_registers_its_place() -> None:
-    data = Iterated([IterableData(range(10))], 2, False, [1, 1], 0, False)
-    assert data.marks() == {} and next(data.batches(0, 0, 1)).item() == 0 and data.marks().keys() == {"place", "node"}

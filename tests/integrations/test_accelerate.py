@@ -24,7 +24,6 @@ from adapters import (
 )
 from adapters import schedule as scheduled
 from adapters import simulated as simulate
-from processes import end, launch
 
 from exogym.errors import ArgumentError
 from exogym.integrations.accelerate import ExoGymNode
@@ -155,21 +154,3 @@ def test_a_scheduler_of_an_optimizer_that_does_not_step_is_an_error():
             return
         optimizer.step()
         scheduler.step()
-
-
-SCRIPT = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from integrations.test_accelerate import trained
-
-rank = os.environ["RANK"]
-Path(f"{rank}.txt").write_text(trained("streaming diloco", rank, 14)[0])
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_itself(tmp_path):
-    launcher = launch(2, tmp_path, SCRIPT)
-    assert end(launcher) == 0, (tmp_path / "log").read_text()
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [simulate("streaming diloco", 2, 14)] * 2

@@ -195,24 +195,6 @@ def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, mo
     assert capfd.readouterr().err.count("exogym: DiLoCoStrategy takes 2 outer steps in 6 steps, too few") == 1
 
 
-def test_a_hook_gets_the_averaged_model(tmp_path):
-    """What the Trainer itself evaluates and saves is the node's own model."""
-    found = []
-
-    class Look(lightning.Callback):
-        def on_train_batch_end(self, trainer, module, *given):
-            if trainer.global_step == 8 and not found:
-                nodes = module.callback.nodes
-                found.extend([fingerprint(nodes.model_of(None).net), fingerprint(module.net)])
-
-    def body(rank):
-        trained("diloco", tmp_path, rank, 10, callbacks=[Look()])
-        return found
-
-    (one, own), (other, others_own) = in_world(2, tmp_path, body)
-    assert one == other and len({one, own, others_own}) == 3
-
-
 class Manual(Module):
     automatic_optimization = False
 

@@ -25,7 +25,6 @@ from adapters import (
     short,
 )
 from adapters import simulated as simulate
-from processes import end, launch
 from torch.nn.functional import mse_loss
 
 from exogym.core import progress
@@ -145,25 +144,6 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(name, tmp_path):
     assert resumed == [simulate(name, 2, 14, gpt2, windows)] * 2
 
 
-def test_a_hook_gets_the_averaged_model(tmp_path):
-    """What the Trainer itself evaluates and saves is the node's own model."""
-
-    def body(rank):
-        callback, found = ExoGymCallback(DiLoCoStrategy(H=5)), []
-
-        class Look(transformers.TrainerCallback):
-            def on_evaluate(self, args, state, control, model=None, **kwargs):
-                found.extend([fingerprint(callback.nodes.model_of(None)), fingerprint(model)])
-
-        args = arguments(tmp_path, rank, 8, eval_strategy="steps", eval_steps=8)
-        given = {"train_dataset": callback.deal(examples()), "eval_dataset": examples()[:8]}
-        transformers.Trainer(Net(), args, callbacks=[callback, Look()], **given).train()
-        return found
-
-    (one, own), (other, others_own) = in_world(2, tmp_path, body)
-    assert one == other and len({one, own, others_own}) == 3
-
-
 def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(progress, "_printed", set())
     callback = ExoGymCallback(DiLoCoStrategy(H=3))
@@ -235,24 +215,6 @@ def test_options_that_cannot_be_right_are_refused(tmp_path):
                 transformers.Trainer(Net(), args, train_dataset=data, callbacks=[callback]).train()
 
     in_world(2, tmp_path / "shared", shared)
-
-
-SCRIPT = """
-import os, sys
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from integrations.test_transformers import trained
-
-rank = os.environ["RANK"]
-Path(f"{rank}.txt").write_text(trained("streaming diloco", Path(), rank, 14)[0])
-"""
-
-
-@pytest.mark.slow
-def test_under_torchrun_itself(tmp_path):
-    launcher = launch(2, tmp_path, SCRIPT)
-    assert end(launcher) == 0, (tmp_path / "log").read_text()
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == [simulate("streaming diloco", 2, 14)] * 2
 
 
 def test_a_schedule_that_has_no_effect_is_refused(tmp_path):

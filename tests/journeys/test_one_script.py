@@ -4,20 +4,13 @@ import hashlib
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hosts import Hosts, fixtures
-from hosts.fixtures import said, wait_for
+from hosts.fixtures import said
 from paths import ROOT
-
-from exogym import LocalTrainer, load_model
-from exogym.strategy import DiLoCoStrategy
-from exogym.study.tasks import load_task
-from exogym.testing import fingerprint
 
 hosts, project, tidy = fixtures.hosts, fixtures.project, fixtures.tidy  # where pytest looks for them
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -60,47 +53,3 @@ def test_the_documented_commands_save_the_same_bytes(hosts: Hosts, project: Path
     for command in others:
         assert run(hosts, project, command) == (saved, losses), command
     assert run(hosts, project, simulated, "--H", "6")[0] != saved  # the control
-
-
-PROFILE = """
-[small]
-task = shakespeare
-steps = 120
-
-[distributed:small]
-base_profile = small
-strategy = diloco
-communication_interval = 20
-hosts_config = hosts.json
-save_dir = checkpoints
-checkpoint_interval = 10
-max_restarts = 1
-"""
-
-
-@pytest.mark.slow
-def test_shakespeare_with_a_killed_worker_ends_in_the_bits_of_the_simulation(hosts: Hosts, project: Path) -> None:
-    """`exogym distributed-train` on the embedded task; a worker is killed once a checkpoint is there."""
-    (project / "config.ini").write_text(PROFILE)
-    hosts.file(project / "hosts.json")
-    with open(project / "said", "w") as file:
-        words = [PROGRAMS / "exogym", "distributed-train", "small"]
-        started = hosts.controller.start(words, cwd=project, stdout=file, stderr=subprocess.STDOUT)
-    wait_for(lambda: list((project / "checkpoints").glob("step_*")), started)
-    (worker,) = [pid for pid, line in hosts[1].processes().items() if "launch/runner.py" in line]
-    os.kill(worker, signal.SIGKILL)
-    assert started.wait(300) == 0, (project / "said").read_text()
-    assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in (project / "said").read_text()
-
-    def simulated(H: int) -> str:
-        task = load_task("shakespeare")
-        strategy = DiLoCoStrategy(
-            inner_optim="adamw", lr=task.lr, H=H, outer_lr=task.outer_lr, max_norm=task.max_norm,
-            lr_scheduler=task.lr_scheduler, warmup_steps=task.warmup_steps,
-        )  # fmt: skip
-        trainer = LocalTrainer(task.make_model(seed=0), task.train)
-        return fingerprint(trainer.fit(strategy, num_nodes=2, max_steps=120, batch_size=task.batch_size))
-
-    (folder,) = (project / "runs").iterdir()
-    ended = load_model(load_task("shakespeare").make_model(seed=1), folder / "fit_1.model.safetensors")
-    assert fingerprint(ended) == simulated(H=20) != simulated(H=30)

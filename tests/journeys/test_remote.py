@@ -229,7 +229,8 @@ def test_a_dead_controller_leaves_nothing_behind(hosts: Hosts, project: Path) ->
     assert hosts.left_over() == {}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_controller_waits_for_the_hosts(hosts: Hosts, project: Path, number: signal.Signals) -> None:
     run = start_sleep(hosts, project, 1)
     run.send_signal(number)
@@ -240,6 +241,7 @@ def test_a_stopped_controller_waits_for_the_hosts(hosts: Hosts, project: Path, n
     assert "the controller stopped the run or is lost: ending this host's processes" in output
 
 
+@pytest.mark.slow
 def test_a_dead_guard_leaves_nothing_behind(hosts: Hosts, project: Path) -> None:
     """What watches on the host is killed itself: torch's agent ends the ranks, and the controller says so."""
     (project / "wait.py").write_text("import time; open('asleep', 'w').close(); time.sleep(1000)")
@@ -388,6 +390,7 @@ def test_every_failure_is_named_with_a_remedy(
     assert not list(tmp_path.rglob("pwned")) and not (Path.home() / "pwned").exists()
 
 
+@pytest.mark.slow
 def test_good_hosts_pass_and_it_is_said_whether_they_share_a_folder(
     hosts: Hosts, project: Path, tmp_path: Path
 ) -> None:

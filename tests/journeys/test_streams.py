@@ -66,15 +66,6 @@ def test_a_run_whose_streams_are_closed_or_broken_trains(streams: str, tmp_path:
     assert done.returncode == 0 and is_trained(tmp_path), done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["2>&-", ">&- 2>&-", "2>&1 | true", "2>/dev/full"])
-def test_a_script_behind_a_shell_trains(shell: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN.replace('os.write(2, b"noise")', "None"))
-    words = f"set -o pipefail; {sys.executable} train.py {shell}"
-    done = subprocess.run(["bash", "-c", words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and is_trained(tmp_path)
-
-
 def test_a_command_whose_reader_has_gone_ends_with_141_in_silence(tmp_path: Path) -> None:
     code = (
         "import os, sys\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\n"
@@ -116,14 +107,6 @@ def test_a_letter_that_is_not_in_ascii_is_replaced(monkeypatch: pytest.MonkeyPat
     print("1 ± 2")
     notice("1 ± 2")
     assert raw[0].getvalue() == b"1 ? 2\n" and raw[1].getvalue() == b"exogym: 1 ? 2\n"
-
-
-@pytest.mark.slow
-def test_a_comparison_in_ascii(tmp_path: Path) -> None:
-    env = os.environ | {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    words = [sys.executable, *COMPARE, "--seeds", "2"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, timeout=PATIENCE_S)
-    assert done.returncode == 0 and done.stdout.isascii() and b" ? " in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("stream", [None, "closed"])

@@ -69,18 +69,6 @@ class Counting(PeriodicModule):
                 fleet.comm.all_reduce(block.params, "mean", out=block.params)
 
 
-def test_a_counter_of_a_module_survives_a_stop(tmp_path):
-    def train(*callbacks, **options):
-        model, data = small_problem()
-        trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
-        strategy = CommunicateOptimizeStrategy("adamw", [Counting()], lr=0.02)
-        trainer.fit(strategy, num_nodes=4, max_steps=20, batch_size=8, device="cpu", callbacks=callbacks, **options)
-        return fingerprint(model)
-
-    train(Every(5, lambda loop: True), save_dir=tmp_path)
-    assert train(save_dir=tmp_path, resume=True) == train()
-
-
 def test_a_number_that_changes_and_is_not_declared_is_refused_when_a_run_is_saved(tmp_path):
     class Undeclared(Counting):
         counters = ()

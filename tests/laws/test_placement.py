@@ -33,7 +33,7 @@ from torch.utils.data import Dataset, TensorDataset
 from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.communicator import Wire
-from exogym.core.engine import engines, shared
+from exogym.core.engine import engines
 from exogym.errors import ArgumentError, ModelError, TrainingError, WorkerError
 from exogym.faults import Faults
 from exogym.logger import CSVLogger
@@ -184,30 +184,6 @@ def test_nodes_skip_an_overflow_together():
         )  # fmt: skip
         first, last = scales[4]  # at the end of the run in one process
         assert wanted([first, None, None, last])
-
-
-def test_native_sums_are_close_but_have_other_bits():
-    def weights(**options):
-        trainer = train(FedAvgStrategy("sgd", lr=0.1, H=2), plain_model(), max_steps=4, num_nodes=7, **options)
-        return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
-
-    tree = weights()
-    several = [weights(placement=Placement(reduction="native"), processes=p) for p in (1, 2, 3)]
-    for native in several:
-        assert torch.allclose(native, tree, rtol=1e-5, atol=1e-6)
-    assert any(not torch.equal(native, tree) for native in several)
-    assert not torch.equal(several[0], several[1])
-
-
-def test_rows_longer_than_the_shared_memory(monkeypatch):
-    monkeypatch.setattr(shared, "HALF_BYTES", 512)
-    same_everywhere(lambda: {"strategy": SimpleReduceStrategy(lr=0.02)}, (3,))
-
-
-def test_capped_stretches_change_nothing(monkeypatch):
-    wanted = outcome(train(**AVERAGES))
-    monkeypatch.setattr(LocalTrainer, "max_stretch", 1)
-    assert outcome(train(**AVERAGES, processes=3)) == wanted
 
 
 # The caller

@@ -424,9 +424,10 @@ def examples():
     return list(zip(*small_problem()[1].tensors, strict=True))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("number", "processes", "workers"),
+    [(signal.SIGINT, 1, 1), (signal.SIGTERM, 1, 0), (signal.SIGINT, 2, 0), (signal.SIGTERM, 2, 1)],
+)
 def test_a_signal_to_the_whole_group_saves_too(number, processes, workers, tmp_path):
     """Ctrl-C in a terminal, a scheduler's SIGTERM: forked processes and the DataLoaders' workers get it as well."""
     options = {"strategy": FedAvgStrategy(lr=0.02, H=20), "data": examples(), "val_interval": 99, "max_steps": 50}

@@ -38,7 +38,7 @@ keep(found)
     return split(folder, 3, body), folder
 
 
-@pytest.mark.parametrize("name", each([*MADE, "fedprox"], fast=("diloco clipped", "topk", "muloco", "fedprox")))
+@pytest.mark.parametrize("name", each([*MADE, "fedprox"], fast=("topk", "fedprox")))
 def test_a_device_beside_two_trains_what_dense_nodes_do(name, one_and_two):
     make, tolerance = MADE.get(name, (PROX, ADAM))
     assert_alike(one_and_two[0][name], fit(trainer(), make()), tolerance)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from battery import in_turn
 
 from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.balance import Balance
@@ -105,18 +106,23 @@ def test_what_has_no_text_is_known() -> None:
     assert set(PASSED_ON) - PASSED_AS_TEXT.keys() == {"node", "faults", "dataloader_kwargs"}
 
 
-@pytest.mark.parametrize("name", PASSED_AS_TEXT)
+COMMANDS = {
+    "compare": ["--strategies", "diloco:H=2"],
+    "sweep": ["--sweep", "H=2", "--processes", "1", "--out", "sweep"],
+}
+
+
+@pytest.mark.parametrize(("name", "study"), in_turn(PASSED_AS_TEXT, list(COMMANDS)))
 def test_the_command_line_has_what_can_be_written(
-    name: str, seen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, study: str, seen: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = "batch" if name == "balance" else VALUES[name]
     flag = "--" + name.replace("_", "-")
     words = ["--no-" + flag[2:]] if value is False else [flag, str(value)]
     small = ["--nodes", "2", "--steps", "6", "--seeds", "1", "--device", "cpu", *words]
-    assert main(["compare", "--strategies", "diloco:H=2", *small]) == 0
-    assert main(["sweep", "--sweep", "H=2", "--processes", "1", "--out", "sweep", *small]) == 0
-    assert [given[name] for given in seen] == [value, value]
+    assert main([study, *COMMANDS[study], *small]) == 0
+    assert [given[name] for given in seen] == [value]
 
 
 def test_they_can_be_swept(seen: list[dict[str, Any]]) -> None:

@@ -159,16 +159,6 @@ def test_the_use_of_a_line():
     assert home.bandwidth_use == pytest.approx([1, 1])
 
 
-def test_less_communication_waits_less():
-    """One collective every H steps: the share that is not computing is c / (H T + c)."""
-    for H in (1, 10, 100):
-        clock = Clock(N, LINE, STEP_S)
-        for _ in range(100 // H):
-            clock.advance(H)
-            clock.event(event())
-        assert clock.waiting_share == pytest.approx([RING_S / (H * STEP_S + RING_S)] * N)
-
-
 # Overlap
 
 
@@ -205,16 +195,6 @@ def test_a_line_carries_one_collective_at_a_time():
         clock.wait(0)
 
 
-def test_an_overlapped_collective_starts_with_the_latest():
-    clock = Clock(2, LINE, [0.01, 0.05])
-    clock.advance(1)
-    handle = clock.begin(event(range(2)))
-    clock.wait(handle)
-    cost = 2 * (1e-3 + 8 * S / 2 / 1e9)
-    assert clock.time_s == pytest.approx([0.05 + cost] * 2, abs=1e-9)
-    assert clock.seconds("waiting") == pytest.approx([0.04, 0], abs=1e-9)
-
-
 def test_jitter_is_one_draw_per_event():
     network = Network("1Gbps", "1ms", jitter="5ms", seed=2)
     clock, wanted = Clock(N, network), 0.0
@@ -246,18 +226,6 @@ def test_it_goes_on_where_it_stopped(network):
     assert everything(second) == everything(whole) != everything(fresh)
     with pytest.raises(ArgumentError, match="for 4 nodes, but the clock is for 5"):
         Clock(5, network).load_state(first.state())
-
-
-def test_ten_thousand_nodes():
-    n = 10_000
-    clock = Clock(
-        n, Network.groups([100] * 100, "infiniband", "10Gbps,10ms"), StepTime(0.1, speeds=np.linspace(1, 2, n))
-    )
-    clock.advance(10)
-    clock.event(event(range(n)))
-    clock.event(event(range(0, n, 2)))
-    assert clock.time_s.max() > 1 + 2 * (n - 1) * 0.01
-    assert sum(clock.share(part) for part in PARTS) == pytest.approx(np.ones(n))
 
 
 # The timeline

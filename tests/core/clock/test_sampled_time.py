@@ -11,7 +11,6 @@ from clients import CLIENTS, MOMENTUM, SAMPLED, WITH_A_SERVER, same, trained
 from exogym.faults import Devices, Faults, Profile, Trace
 from exogym.network import Network
 from exogym.strategy import FedAvgStrategy, ScaffoldStrategy
-from exogym.study.advise import advise
 
 LINE, STEP_S, ROUNDS, H = "1Mbps,10ms", 0.01, 6, 4
 FREE = Network(1e30)  # sending takes no time
@@ -70,16 +69,3 @@ def test_rounds_that_are_given_up_take_their_time(tmp_path: Path):
     found = trained(strategy, network=FREE, step_seconds=1.0, max_steps=24, faults=fleet)
     assert found.history.last["failed_rounds"] == 6
     assert found.clock.last_s == found.history.last["server_time_s"] == 24.0
-
-
-def test_advice_counts_who_sits_out_as_idle():
-    how = {"parameters": 1e6, "num_nodes": 8, "network": LINE, "step_seconds": STEP_S, "algorithm": "recorded"}
-    some, all_ = advise(**how, strategies=["fedavg:H=10:client_fraction=0.25", "fedavg:H=10"]).rows
-    if some.utilisation > all_.utilisation:
-        some, all_ = all_, some
-    cost_s = Network.of(LINE).cost("all_reduce", 4e6, 2, "server").seconds
-    assert some.strategy == "fedavg:H=10:client_fraction=0.25"
-    assert some.seconds_per_step == pytest.approx(STEP_S + cost_s / 10)
-    assert some.utilisation == pytest.approx(0.25 * STEP_S / some.seconds_per_step)
-    assert some.speedup == pytest.approx(8 * some.utilisation)
-    assert some.tx_bytes_per_step == pytest.approx(4e6 * 0.25 / 10)

@@ -167,19 +167,6 @@ def test_only_what_is_recorded_travels(nodes, tmp_path, monkeypatch):
     over_gloo(nodes, nodes, tmp_path, body)
 
 
-def test_packed_rows_are_mixed_alike_wherever_they_are(over, tmp_path):
-    ring = torch.eye(5).roll(1, 0) / 2 + torch.eye(5) / 2
-
-    def mixed(wire, x):
-        packed = [(x[:, :7] * 100).to(torch.int8), x[:, 7:8].half(), x[:, 8:14].view(-1, 2, 3)]
-        decode = lambda codes, scale, block: codes * scale.float() + block.flatten(1).sum(1, keepdim=True)  # noqa: E731
-        return Communicator(wire.ranks, 5, wire).mix_decoded(packed, decode, ring)
-
-    wanted = mixed(Wire(range(5)), matrix(5))
-    assert not torch.equal(wanted, mixed(Wire(range(5)), matrix(5).flip(0)))
-    over(3, 5, tmp_path, lambda wire, x: same([mixed(wire, x)], [wanted[list(wire.ranks)]]))
-
-
 def test_values_are_gathered_in_the_order_of_the_processes(over, tmp_path):
     values = ["", {"longer": ["ä", None, 1.5]}, 7]
     over(3, 5, tmp_path, lambda wire, x: check(gather(wire, values[wire.placement.index(wire.ranks)]) == values))
@@ -286,6 +273,9 @@ def collectives(comm, x):
         comm.scatter(parts, src=2),
         comm.exchange(x, partner),
         comm.mix(x, ring),
+        comm.mix_decoded(
+            [(x[:, :7] * 100).to(torch.int8), x[:, 7:8].half()], lambda codes, scale: codes * scale.float(), ring
+        ),
         comm.sum_decoded([x[:, :5].contiguous(), x[:, 5:].to(torch.bfloat16)], lambda a, b: torch.cat([a, b.to(a)], 1)),
     ]
     comm.present = [0, 1, 3]

@@ -172,13 +172,6 @@ def test_rows_are_those_of_two_rounds_and_data_of_those_who_act() -> None:
     assert rows and all(found == [8, 4, 4] for found in rows)
 
 
-def test_the_clock_knows_all_clients() -> None:
-    make, network = WITH_A_SERVER["fedavg"], {"network": "100Mbps,5ms", "step_seconds": 0.01}
-    one, other = trained(make(), **network), trained(make(), faults=ALL_ROWS, **network)
-    assert one.clock.time_s.tolist() == other.clock.time_s.tolist()
-    assert one.history.column("time_s")[1].tolist() == other.history.column("time_s")[1].tolist()
-
-
 def test_who_keeps_all_rows() -> None:
     """Where others than the clients of a round need their rows, all have one."""
     assert FedAvgStrategy(H=4, client_fraction=0.1).clients.seats(1000) == 100

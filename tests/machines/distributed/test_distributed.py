@@ -23,7 +23,7 @@ from torch import nn
 
 from exogym import distributed as ed
 from exogym.errors import ArgumentError
-from exogym.machines.distributed import ReduceOp, bare, collectives, group, measure
+from exogym.machines.distributed import ReduceOp, bare, group, measure
 from exogym.machines.distributed.__main__ import main as self_test_command
 from exogym.machines.distributed.collectives import DTYPES, KINDS
 
@@ -594,13 +594,6 @@ def test_the_sampler_is_torchs(size, replicas, shuffle, drop_last):
             assert list(by_size) == list(by_data) == list(torchs) and len(by_size) == len(torchs)
 
 
-def test_the_sampler_shuffles_by_epoch():
-    sampler = ed.DistributedSampler(dataset_size=100, num_replicas=2, rank=0)
-    first = list(sampler)
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -647,8 +640,3 @@ def test_the_table_keeps_its_columns():
     head, line = ed.table([row | {"bytes_per_s": 1.12e7, "bus_bytes_per_s": 5.59e6}]).splitlines()
     assert line.split() == ["reduce_scatter", "16.8", "MB", "1.5", "s", "11.2", "MB/s", "5.59", "MB/s", "20", "us"]
     assert len(head) == len(line)
-
-
-def test_the_notes_of_a_call_can_hold_every_kind(alone):
-    assert len(collectives._Note("barrier", None, None, None).words()) == 20
-    assert len(set(DTYPES)) == len(DTYPES) and ReduceOp("average") is ReduceOp.AVERAGE

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from processes import world
 from typer.testing import CliRunner
 
 from exogym.cli import app
@@ -16,20 +17,35 @@ HOSTS = {"master": {"address": "localhost", "device": "cpu", "slots": 2}}
 KINDS = {"all_reduce", "exact all_reduce", "broadcast", "reduce", "scatter", "gather", "all_gather", "reduce_scatter"}
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+FORKS = """
+import sys
+from exogym.machines.distributed.__main__ import main
+sys.argv[1:] = ["--json", "m.json", "--task", "digits", "--sizes_bytes", "4096", "400000"]
+assert main() == 0
+"""
+
+
+@pytest.fixture(scope="module", params=["forks", pytest.param("hosts", marks=pytest.mark.slow)])
+def measured(request, tmp_path_factory):
+    """What two processes of this machine measure: by the command of each, or started as the hosts of a file."""
     folder = tmp_path_factory.mktemp("measured")
-    network = measure_hosts(HOSTS, folder / "m.json", task="digits", sizes_bytes=[4096, 400_000], project=folder)
-    return folder, network, json.loads((folder / "m.json").read_text())
+    if request.param == "hosts":
+        network = measure_hosts(HOSTS, folder / "m.json", task="digits", sizes_bytes=[4096, 400_000], project=folder)
+    else:
+        status, log = world(2, folder, FORKS)
+        assert status == 0, log
+        network = Network.of(str(folder / "m.json"))
+    return request.param, network, json.loads((folder / "m.json").read_text())
 
 
 def test_the_file_has_every_collective_pair_and_step(measured):
-    _, network, fields = measured
+    way, network, fields = measured
     assert set(fields) == {
         "num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "evaluation_s", "versions",
         "date",
     }  # fmt: skip
-    assert fields["hosts"] == ["localhost"] * 2 and fields["num_nodes"] == network.num_nodes == 2
+    assert fields["num_nodes"] == network.num_nodes == len(fields["hosts"]) == 2
+    assert way == "forks" or fields["hosts"] == ["localhost"] * 2
     assert fields["versions"]["task"] == "digits" and re.match(r"\d{4}-\d\d-\d\dT", fields["date"])
     assert set(fields["collectives"]) == KINDS | {"all_to_all"}
     assert set(fields["first"]) == {"all_reduce", "exact all_reduce", "broadcast", "all_gather"}

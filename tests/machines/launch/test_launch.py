@@ -496,14 +496,6 @@ def test_suites_side_by_side_use_different_ports():
     assert not outside or not {port for port in ours | theirs if first <= port <= last}
 
 
-@pytest.mark.parametrize(("taken", "least", "most"), [("1024 65535", 10_000, 65_535), ("32768 60999", 10_000, 32_767)])
-def test_ports_are_found_where_the_system_takes_them_all(monkeypatch, taken, least, most):
-    monkeypatch.setattr(Path, "read_text", lambda path: taken)
-    blocks = processes.port_blocks()
-    assert len(blocks) > 100 and blocks[0][0] == least
-    assert all(block[-1] <= most or block[0] > 60_999 for block in blocks)
-
-
 def test_the_port_is_free_afterwards_and_said_to_be_taken(script):
     with socket.socket() as other:
         port = processes.free_port()
@@ -720,12 +712,6 @@ def test_help(capsys):
 def test_a_config_is_checked_when_it_is_made(options, message):
     with pytest.raises(ArgumentError, match=re.escape(message)):
         LaunchConfig(**options)
-
-
-def test_mpi_is_not_for_this_launcher(monkeypatch):
-    monkeypatch.setattr("exogym.machines.launch.config._missing", lambda backend: None)
-    with pytest.raises(ArgumentError, match="cannot start MPI processes"):
-        LaunchConfig(backend="mpi")
 
 
 def test_arguments_of_the_functions():

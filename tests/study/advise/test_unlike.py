@@ -113,8 +113,7 @@ def test_a_row_is_what_the_clock_says_on_unlike_lines(text, seed, monkeypatch):
     assert enough.keeps_up and not too_little.keeps_up
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("text", SAMPLED)
+@pytest.mark.parametrize(("text", "seed"), in_turn(SAMPLED, [1, 2, 3]))
 def test_a_row_is_what_the_clock_says_of_sampled_clients(text, seed, monkeypatch):
     """Round by round the same clients are drawn for the formula, as many rounds as the run has: all agrees."""
     monkeypatch.setattr(prediction, "MEETINGS", WARM // 5)

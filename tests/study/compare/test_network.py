@@ -15,7 +15,7 @@ from exogym.core.record.history import History
 from exogym.errors import ArgumentError
 from exogym.models.mlp import MLP
 from exogym.network import Network
-from exogym.study.compare import Standing, compare, measured_step_s
+from exogym.study.compare import compare, measured_step_s
 from exogym.study.compare.comparison import FILES, TIMED_FILES, Comparison
 from exogym.study.compare.plots import Curve, draw
 from exogym.study.compare.summary import Track, target_of
@@ -116,20 +116,6 @@ def test_files_of_a_timed_comparison(everything: Comparison) -> None:
 
 
 # ---------------------------------------------------------------- laws
-
-
-def test_time_falls_with_bandwidth_and_is_never_under_computing() -> None:
-    results = [times(timed(network=Network(bandwidth, "1ms"))) for bandwidth in (1e5, 1e6, 1e7, 1e12)]
-    for name in results[0]:
-        falling = [result[name] for result in results]
-        assert falling == sorted(falling, reverse=True) and falling[0] > falling[-1] > STEPS * STEP_S
-
-
-def test_diloco_is_first_on_a_slow_network_and_ddp_on_a_fast_one() -> None:
-    for network, first, last in (("1Mbps,20ms", "diloco", "ddp"), ("nvlink", "ddp", "diloco")):
-        result = timed("ddp,diloco", max_steps=100, target_loss=1.3, network=network)
-        found = {row["strategy"]: row["target_s"] for row in result.rows}
-        assert found[first] < found[last]
 
 
 def test_the_first_seed_draws_the_same_jitter_as_the_second() -> None:
@@ -265,9 +251,3 @@ def test_time_is_drawn_to_the_scale_that_shows_it(tmp_path: Path) -> None:
         curves = [Curve(f"up to {end}", steps, np.full((2, 6), end), steps * 1.0, steps * end / 5) for end in longest]
         draw([tmp_path / f"{name}.png"], curves, "time", None, "heading", "wifi", target_loss=15.0)
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
-
-
-def test_a_watched_comparison_still_tells() -> None:
-    seen: list[Standing] = []
-    timed("ddp", watch=seen.append)
-    assert seen[-1].is_last

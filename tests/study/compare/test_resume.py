@@ -289,15 +289,6 @@ def test_kill_9_loses_only_the_run_under_way(tmp_path: Path, undisturbed: Path) 
     assert tables(folder) == tables(undisturbed)
 
 
-@pytest.mark.slow
-def test_sigterm_keeps_them_too(tmp_path: Path, undisturbed: Path) -> None:
-    done = command(tmp_path, "SIGTERM", 40)
-    assert done.returncode == 143
-    (folder,) = (tmp_path / "runs").iterdir()
-    asked(folder, resume=True)
-    assert tables(folder) == tables(undisturbed)
-
-
 def test_a_run_under_way_is_not_removed_by_another_comparison(tmp_path: Path) -> None:
     """A strategy that no checkpoint holds starts again in an empty folder, which must not be a living run's."""
 

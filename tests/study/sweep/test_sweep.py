@@ -4,8 +4,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,10 +156,6 @@ from exogym.study.sweep import sweep
 grid = {{"H": [2, 5], "strategy": ["diloco", "fedavg"]}}
 sweep("digits", grid, seeds=2, processes=2, out=folder, max_steps=10, num_nodes=2, device="cpu")
 """
-ON_THE_COMMAND_LINE = f"""{HOLD}
-from exogym.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def test_killed_and_gone_on_with(undisturbed: Swept, tmp_path: Path) -> None:
@@ -293,26 +287,3 @@ def test_the_engine_of_the_command_is_that_of_the_sweep(monkeypatch: pytest.Monk
     monkeypatch.setattr("exogym.cli.sweep.estimate_of_sweep", lambda **given: seen.append(given))
     assert main(["sweep", "--sweep", "H=2,5", "--out", "sweep", "--engine", "ray", "--estimate"]) == 0
     assert seen[0]["engine"] == "ray" and seen[0]["axes"] == ["H=2,5"] and seen[0]["placement"].engine is None
-
-
-@pytest.mark.slow
-def test_killed_half_way_on_the_command_line_it_comes_to_the_same_table(tmp_path: Path) -> None:
-    """3 x 3 x 3 cells, and all processes killed at once, as when the machine goes down."""
-    axes = ["--sweep", "H=2,5,10", "--sweep", "lr=0.001,0.003,0.01", "--sweep", "nodes=2,3,4"]
-    words = [sys.executable, "-m", "exogym", "sweep", *axes, "--seeds", "1", "--steps", "20", "--device", "cpu"]
-    whole = subprocess.run([*words, "--out", tmp_path / "whole"], capture_output=True, text=True, check=True)
-    folder = tmp_path / "killed"
-    held = [sys.executable, "-c", ON_THE_COMMAND_LINE, folder, "13", *words[3:], "--out", folder]
-    with subprocess.Popen(held, start_new_session=True, stderr=subprocess.DEVNULL) as process:
-        while not (tmp_path / "held").exists():
-            assert process.poll() is None
-            time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGKILL)
-    ended = {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
-    assert 13 <= len(ended) < 27 and not (folder / "summary.csv").exists()
-    again = subprocess.run([*words, "--out", folder, "--resume"], capture_output=True, text=True, check=True)
-    assert rows_of(folder) == rows_of(tmp_path / "whole") and len(rows_of(folder)) == 27
-    best = [line for line in whole.stdout.splitlines() if "best" in line.lower()]
-    assert best and set(best) <= set(again.stdout.splitlines())
-    assert ended == {path: path.stat().st_mtime_ns for path in ended}  # what had ended was not trained again
-    print(f"{len(ended)} of 27 runs had ended at the kill; {best[0]}")
