@@ -33,12 +33,13 @@ import importlib
 import inspect
 import math
 import operator
+import os
 import reprlib
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, TypeVar
 
 from exogym.core.base.retired import retired as retired  # public from here
@@ -152,6 +153,7 @@ ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
     "inner_lr": ("lr", {}),
 }
 # of torch's DataLoader, which a function with the argument `dataloader_kwargs` takes there
+_PACKAGE = os.path.dirname(__file__) + os.sep
 LOADER_ARGUMENTS = (
     "collate_fn", "drop_last", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
     "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn",
@@ -166,9 +168,12 @@ def checked(function: F) -> F:
     True or False, because the text "no" would count as true.
 
     For an `__init__` the decorator also stores the given arguments in `self.given_arguments`, so that an object can
-    describe itself. A class or function may have a dict `not_taken`. Its keys are arguments that only similar classes
-    take, and its values say why this class does not take them. For such an argument the error gives the reason instead
-    of a similar name.
+    describe itself. The traceback of an ArgumentError ends at the user's call; `python -X dev` also shows ExoGym's
+    frames.
+
+    A class or function may have a dict `not_taken`. Its keys are arguments that only similar classes take, and its
+    values say why this class does not take them. For such an argument the error gives the reason instead of a similar
+    name.
 
     Raises:
         ArgumentError: `function` does not take an argument, or a required argument is missing.
@@ -186,12 +191,24 @@ def checked(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         known = getattr(type(args[0]) if is_init else function, "not_taken", {})
-        bound, kwargs = bind(where, signature, args, kwargs, known)
-        if is_init and "given_arguments" not in vars(args[0]):
-            vars(args[0])["given_arguments"] = {k: v for k, v in bound.items() if k != "self"}
-        return function(*args, **kwargs)
+        try:
+            bound, kwargs = bind(where, signature, args, kwargs, known)
+            if is_init and "given_arguments" not in vars(args[0]):
+                vars(args[0])["given_arguments"] = {k: v for k, v in bound.items() if k != "self"}
+            return function(*args, **kwargs)
+        except ArgumentError as error:
+            if sys.flags.dev_mode or not _is_ours(error.__traceback__):
+                raise
+            raise error.with_traceback(None) from error.__cause__
 
     return call  # type: ignore[return-value]
+
+
+def _is_ours(traceback: TracebackType | None) -> bool:
+    """Return whether all frames are ExoGym's own, so that they tell users nothing about their mistake."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        traceback = traceback.tb_next
+    return traceback is None
 
 
 def bind(

@@ -1,13 +1,18 @@
-"""Objects that a user prints say what they are: no address in memory."""
+"""Objects that a user prints say what they are: no address in memory. Errors show the user's line."""
 
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from exogym import LocalTrainer
 from exogym.data import digits
+from exogym.errors import ArgumentError
 from exogym.faults import Faults
-from exogym.strategy import DiLoCoStrategy, OptimSpec
+from exogym.strategy import DiLoCoStrategy, OptimSpec, Strategy, communicate
 from exogym.strategy.registry import STRATEGIES
 from exogym.study import runs
 
@@ -30,3 +35,23 @@ def test_trainers_clocks_sources_and_runs_show_what_they_hold(tmp_path: Path) ->
     assert repr(trainer) == "<LocalTrainer of Linear with 650 parameters, trained to step 10>"
     assert repr(trainer.clock).startswith("<Clock of 2 nodes on Network('1 Gbps', '1 ms'): 10 steps, ")
     assert repr(runs.load(tmp_path / "a")).startswith(f"<Run '{tmp_path}/a': done, ")
+
+
+def depth(call: Callable[[], Any]) -> int:
+    with pytest.raises(ArgumentError) as found:
+        call()
+    return len(traceback.extract_tb(found.value.__traceback__))
+
+
+def test_the_traceback_of_a_mistake_ends_at_the_users_call() -> None:
+    data = [(torch.ones(1), torch.ones(1))]
+    trainer = LocalTrainer(torch.nn.Linear(1, 1), data, loss_fn=torch.nn.functional.mse_loss)
+
+    class Asks(Strategy):
+        def step(self) -> None:
+            communicate.all_reduce(torch.ones(1), op="summ")
+
+    options: Any = {"max_steps": 1, "batch_size": 1}
+    # depth's call, the lambda, and one line of ours
+    assert depth(lambda: trainer.fit(DiLoCoStrategy(), num_nodes=0, **options)) == 3
+    assert depth(lambda: trainer.fit(Asks(), num_nodes=1, **options)) > 5  # a user's frame is inside
