@@ -68,7 +68,6 @@ def train(name: str, run: RunProfile, hosts: HostsConfig, sync: bool) -> FitResu
         hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries
     )
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
-    (folder / "profile.json").write_text(json.dumps(asdict(run), indent=1))
     code = carry_out(
         launcher, folder, 1, JOB, json.dumps(asdict(run)), module=True, shows_progress=STDERR.isatty(),
         save_dir=run.save_dir,

@@ -22,7 +22,7 @@ from exogym.errors import ArgumentError, ExoGymError
 from exogym.home.discovery import agent as room
 from exogym.home.discovery import announcing, enrol, find, login, pair
 from exogym.home.discovery.agent import TRIES, WRONG_IN_A_ROW, Agent, Codes
-from exogym.home.discovery.announcing import Found, announced, name_at
+from exogym.home.discovery.announcing import Found, announced, name_at, plain_name
 from exogym.home.discovery.channel import (
     AGENT,
     CALLER,
@@ -217,15 +217,16 @@ def test_an_agent_listens_at_its_address_only(hosts: Hosts, waiting: Waiting) ->
 
 def test_the_code_pairs(hosts: Hosts, waiting: Waiting, key: str) -> None:
     with hosts.controller.inside():
-        paired = pair(*waiting.place, f" {waiting.code[:3]} {waiting.code[3:]}", key, name="laptop")
+        paired = pair(*waiting.place, f" {waiting.code[:3]} {waiting.code[3:]}", key)
+    own = plain_name(socket.gethostname())
     (line,) = Path(waiting.agent._authorized_keys).read_text().splitlines()
-    assert line == f'restrict,from="{hosts.controller.address}" {login.own_key(key)} exogym:laptop'
+    assert line == f'restrict,from="{hosts.controller.address}" {login.own_key(key)} exogym:{own}'
     assert paired.entry == {
         "address": hosts[0].address, "user": "root", "python": sys.executable,
     }  # fmt: skip
     assert paired.host_keys == (login.public_key(hosts[0].key.with_suffix(".pub").read_text().strip()),)
     first, done, second = waiting.said
-    assert "paired with laptop at 10.77.0.2" in second and first != done
+    assert f"paired with {own} at 10.77.0.2" in second and first != done
 
 
 def test_a_wrong_code_does_not_and_codes_run_out(hosts: Hosts, waiting: Waiting, key: str) -> None:

@@ -93,7 +93,7 @@ def test_two_hosts_end_in_the_bits_of_the_simulation(names: list[str], hosts: Ho
         stored = load_model(small_problem()[0], run / f"fit_{number}.model.safetensors")
         assert fingerprint(stored) == fingerprint(model)
         assert (run / f"fit_{number}.history.csv").exists()
-    assert {path.name for path in run.iterdir()} >= {"launch.json", "training_rank_0.log", "training_rank_1.log"}
+    assert {path.name for path in run.iterdir()} >= {"hosts.json", "training_rank_0.log", "training_rank_1.log"}
     other = {"diloco": "ddp", "ddp": "diloco"}[name]
     assert fingerprint(expected.model) != fingerprint(simulated(STRATEGIES[other](), 2).model)  # the control
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, machines
-from exogym.core.base.devices import CPU
+from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, machines, needs_gpu
 from exogym.errors import ArgumentError
 from exogym.files import beside, temporary_folder
 from exogym.study.cells import Cell
@@ -36,7 +35,7 @@ class ClusterPool:
         import ray
 
         check_machines(machines())
-        gpus = int(has_gpus() and any(cell.place != CPU for cell in cells))
+        gpus = int(has_gpus() and any(needs_gpu(str(cell.place)) for cell in cells))
         self.ray, self.folders = ray, dict[Any, Path]()
         self.task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=TRIES)(_settled)
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from exogym.core.base.devices import CPU
 from exogym.errors import ArgumentError, WorkerError
 from exogym.machines.remote.onhost import probe
 from exogym.progress import notice
@@ -117,6 +118,11 @@ def has_gpus() -> bool:
     import ray
 
     return ray.cluster_resources().get("GPU", 0) >= 1
+
+
+def needs_gpu(wanted: str) -> bool:
+    """Return whether a process on the device `wanted` needs a GPU. On "auto" it does if the cluster has GPUs."""
+    return has_gpus() if wanted == "auto" else wanted != str(CPU)
 
 
 def room(need: Mapping[str, float]) -> dict[str, int]:

@@ -16,9 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, no_room, room
+from exogym.clusters.ray.cluster import check_machines, connect, needs_gpu, no_room, room
 from exogym.communicator import Wire
-from exogym.core.base.devices import CPU
 from exogym.core.engine import EngineOptions, Moved, Result
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
 
@@ -101,9 +100,8 @@ class Ray:
 
 def _need(options: EngineOptions) -> dict[str, float]:
     """Return the CPUs and GPUs that a process needs."""
-    wanted = str(options.wanted)
-    on_gpu = has_gpus() if wanted == "auto" else wanted != str(CPU)
-    return {"CPU": float(options.cpus_per_process)} | ({"GPU": 1.0} if on_gpu else {})
+    gpu = {"GPU": 1.0} if needs_gpu(str(options.wanted)) else {}
+    return {"CPU": float(options.cpus_per_process)} | gpu
 
 
 def _with_groups() -> type:

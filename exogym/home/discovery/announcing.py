@@ -121,13 +121,11 @@ def announced(name: str, address: str, port: int) -> Iterator[str]:
         zeroconf.close()
 
 
-def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[Found]:
+def find(seconds: float = 3.0) -> list[Found]:
     """Return the agents that are announced in the network, at most 64, sorted by name.
 
     Args:
-        seconds: how long to listen for announcements.
-        addresses: this computer's addresses at which to listen. If `addresses` is None, the function listens at all
-            addresses except the loopback.
+        seconds: how long to listen for announcements, at all of this computer's addresses except the loopback.
 
     Raises:
         ArgumentError: this computer is in no network.
@@ -136,8 +134,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
     from zeroconf import IPVersion, ServiceBrowser, Zeroconf
 
     networks = own_networks()
-    here = [str(network.ip) for network in networks] if addresses is None else list(addresses)
-    if not here:
+    if not networks:
         raise ArgumentError("this computer has no address in any network: connect it to a network")
     names: dict[str, None] = {}
     lock = threading.Lock()
@@ -148,7 +145,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
                 names[name] = None
 
     try:
-        zeroconf = Zeroconf(interfaces=here, ip_version=IPVersion.V4Only)
+        zeroconf = Zeroconf(interfaces=[str(network.ip) for network in networks], ip_version=IPVersion.V4Only)
     except OSError as error:
         raise ExoGymError(f"cannot listen for mDNS ({error}): {MDNS_PORT}") from None
     try:

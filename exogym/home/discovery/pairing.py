@@ -49,14 +49,15 @@ class Paired:
     host_keys: tuple[str, ...]
 
 
-def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
+def pair(address: str, port: int, code: str, key: str) -> Paired:
     """Pair with the agent at `address` and `port`. Afterward the owner of `key` may log in to the agent's computer.
+
+    The agent saves this computer under its host name.
 
     Args:
         code: the code that the agent shows.
         key: file of a private SSH key. If the file does not exist, a new key is made. The private key is not sent; it
             signs the session.
-        name: the name under which the agent saves this computer. Default: this computer's host name.
 
     Raises:
         ArgumentError: `code` is not a code, or `key` is not a private key.
@@ -78,7 +79,7 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
         except PairingError as error:
             raise PairingError(f"{agent} at {address} did not pair: {error}") from None
         exchange.seal({
-            "name": name or plain_name(socket.gethostname()), "public_key": public_key,
+            "name": plain_name(socket.gethostname()), "public_key": public_key,
             "signature": login.sign(key, exchange.statement(public_key)),
             "address": connection.getsockname()[0], "agent_address": address,
         })  # fmt: skip

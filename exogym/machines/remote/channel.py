@@ -37,7 +37,7 @@ class Logs:
 
     Args:
         folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
-            launcher or ssh). At most `most_bytes` are saved for each host.
+            launcher or ssh). At most `PRINTED_BYTES` are saved for each host.
         echo: True to also print the output on this machine's terminal.
 
     Attributes:
@@ -45,8 +45,8 @@ class Logs:
             no rank has failed.
     """
 
-    def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
-        self.folder, self.echo, self.most_bytes = folder, echo, most_bytes
+    def __init__(self, folder: Path, echo: bool = True):
+        self.folder, self.echo = folder, echo
         self._budgets: dict[int, Quota] = {}
         self._full: set[int] = set()  # hosts whose limit is reached
         self.first: tuple[int, str] | None = None
@@ -72,10 +72,10 @@ class Logs:
     def _has_room(self, number: int, address: str, count: int) -> bool:
         if number in self._full:
             return False
-        if self._budgets.setdefault(number, Quota(self.most_bytes)).take(count):
+        if self._budgets.setdefault(number, Quota(PRINTED_BYTES)).take(count):
             return True
         self._full.add(number)
-        why = f"{address} has printed {readable_bytes(self.most_bytes)}: its later output is not saved in {self.folder}"
+        why = f"{address} has printed {readable_bytes(PRINTED_BYTES)}: its later output is not saved in {self.folder}"
         self._files.write(f"host_{number}.log", f"exogym: {why}\n".encode())
         notice(why)
         return False

@@ -44,16 +44,13 @@ class Board:
         mirror: the controller's copy of the run folder, inside `folder`. Rank 0's host sends the files while the run
             trains. If `mirror` is None, the run folder is not copied.
         host_mirror: path of the run folder on rank 0's host, relative to the project's folder.
-        told_bytes: largest total size of the files in `mirror`.
 
     Attributes:
         mark: text at the start of each output line that is a report.
     """
 
-    def __init__(
-        self, folder: Path, mirror: Path | None = None, host_mirror: str | None = None, told_bytes: int = TOLD_BYTES
-    ):
-        self.folder, self.mirror, self.host_mirror, self.told_bytes = folder, mirror, host_mirror, told_bytes
+    def __init__(self, folder: Path, mirror: Path | None = None, host_mirror: str | None = None):
+        self.folder, self.mirror, self.host_mirror = folder, mirror, host_mirror
         self._is_full = False
         self.mark = f"exogym-{secrets.token_hex(8)}: "
         self._hosts: dict[int, Row] = {}  # first rank -> host
@@ -179,7 +176,7 @@ class Board:
         assert self.mirror is not None
         names = [*FILES, *(f".{name}.coming" for name in FILES)]
         size = sum(path.stat().st_size for path in map(self.mirror.joinpath, names) if path.exists())
-        if size + count <= self.told_bytes:
+        if size + count <= TOLD_BYTES:
             return True
         if not self._is_full:
             notice(f"{self.mirror} has {readable_bytes(size)}: later records are copied at the end of the run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -139,7 +138,6 @@ class SSHLauncher:
         with ended_by((signal.SIGTERM, signal.SIGHUP)):
             self._prepare(save_dir, folder)
             self.folder = folder or new_folder(self.out, Path(target).stem)
-            self._describe(target, args)
             logs = Logs(self.folder, self.echo)
             host_mirror = None if mirror is None else os.path.join(RUNS, mirror.relative_to(self.folder.parent))
             board = Board(self.folder, mirror, host_mirror)
@@ -209,18 +207,6 @@ class SSHLauncher:
                 notice(f"{failed[0].host}: {failed[0].check}: {failed[0].seen}")
             else:
                 return code
-
-    def _describe(self, target: str, args: tuple[Any, ...]) -> None:
-        hosts = [{"address": host.address, "slots": host.slots, "device": host.device} for host in self.config.hosts]
-        value = {
-            "script": target,
-            "args": list(map(str, args)),
-            "hosts": hosts,
-            "max_restarts": self.max_restarts,
-            "min_hosts": self.min_hosts,
-        }
-        assert self.folder is not None
-        (self.folder / "launch.json").write_text(json.dumps(value, indent=1))
 
 
 def from_here(folder: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from exogym.errors import ExoGymError
-from exogym.machines.remote import Host, fetching, inquiry
+from exogym.machines.remote import Host, channel, fetching, health, inquiry
 from exogym.machines.remote.budget import Quota
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
@@ -77,8 +77,11 @@ def test_a_file_is_no_larger_than_was_said_and_than_may_be(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_host_prints_is_kept_up_to_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logs = Logs(tmp_path, most_bytes=1000)
+def test_what_a_host_prints_is_kept_up_to_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "PRINTED_BYTES", 1000)
+    logs = Logs(tmp_path)
     shown = io.StringIO()
     for _ in range(50):
         logs.take(0, "a", "x" * 99, shown, range(1))
@@ -93,8 +96,11 @@ def test_what_a_host_prints_is_kept_up_to_a_size(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err.count("a has printed 1 kB: its later output is not saved") == 1
 
 
-def test_what_a_host_tells_of_its_run_is_kept_up_to_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    board = Board(tmp_path, tmp_path / "run", "runs/run", told_bytes=5000)
+def test_what_a_host_tells_of_its_run_is_kept_up_to_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "TOLD_BYTES", 5000)
+    board = Board(tmp_path, tmp_path / "run", "runs/run")
     board.started(order())
     for k in range(100):
         for name in ("records.jsonl", "events.jsonl"):

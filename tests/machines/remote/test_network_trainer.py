@@ -181,7 +181,7 @@ def test_a_restarted_process_goes_on(world: pytest.MonkeyPatch, tmp_path: Path) 
 
 def test_the_device_is_the_hosts(world: pytest.MonkeyPatch) -> None:
     world.setenv("EXOGYM_DEVICE", "meta")
-    with pytest.raises(ArgumentError, match="device='meta' is not supported"):
+    with pytest.raises(ArgumentError, match="device='meta': torch sees no meta device here"):
         remote()[0].fit(strategy(), **FIT)
     remote()[0].fit(strategy(), **FIT | {"device": "cpu"})
 
@@ -285,7 +285,6 @@ def test_localhost_needs_no_ssh(
     printed = capsys.readouterr()
     assert f"[localhost] [rank 0] {said}" in printed.out and f"[127.0.0.1] [rank 1] {said}" in printed.out
     assert "127.0.0.1 ended with exit code 3" in printed.err
-    assert json.loads((launcher.folder / "launch.json").read_text())["args"] == words
 
 
 @pytest.mark.slow
@@ -443,8 +442,9 @@ def test_what_is_sent_to_hosts_runs_on_an_older_python() -> None:
         assert strange <= {
             "exogym.machines.remote.onhost.interfaces",
             "exogym.machines.remote.onhost.health",
+            "exogym.core.base.devices",
             "torch",
-        }  # torch: only to ask it for its devices
+        }  # the last two: only to ask for devices
 
 
 def test_a_folder_too_large_for_a_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
