@@ -167,7 +167,7 @@ def flaws(module: ModuleType) -> list[str]:
     lazy = [node for block in body if isinstance(block, ast.If) for node in block.body]  # under TYPE_CHECKING
     for node in body + lazy:
         if isinstance(node, ast.ImportFrom) and node.module not in ("__future__", "exogym.core.base.lazy"):
-            offered |= {alias.asname or alias.name for alias in node.names}
+            offered |= {alias.asname or alias.name for alias in node.names if alias.asname != alias.name}  # a seam's
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             offered.add(node.name)
     own = {name for name in offered if is_of_the_package(getattr(module, name))}
