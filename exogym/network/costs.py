@@ -15,7 +15,7 @@ L = ceil(log2 n):
                     halving_doubling  2k alpha + 2(1 - 2^-k) S/B, n = 2^k      Thakur et al. 2005; other n: + 2(alpha + S/B)
                     tree              2L (alpha + S/B)                         binomial reduce and broadcast, ibid.
                     double_tree       2L alpha + 2 S/B                         pipelined; Sanders et al., Par. Comp. 35, 2009
-                    hierarchical      ring inside islands, ring between their first nodes, broadcast inside
+                    hierarchical      ring inside islands, ring or halving_doubling between their first nodes, broadcast inside
                     server            2 alpha + 2 max(1, n B / B_server) S/B   all members send, then all receive
     all_gather      ring              (n-1) (alpha + S/B)                      S is one member's own part
                     bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
@@ -23,7 +23,9 @@ L = ceil(log2 n):
                     halving           k alpha + (1 - 2^-k) S/B, n = 2^k        Thakur et al. 2005
     all_to_all      pairwise          (n-1) (alpha + S/(n B))                  Thakur et al. 2005
     broadcast       tree              L (alpha + S/B)                          binomial; reduce likewise
+                    chain             (n-1) alpha + ((n-2) C + S)/B            in pieces of C = 1 MiB; reduce likewise
                     scatter_gather    (L + n-1) alpha + 2(n-1)/n S/B           van de Geijn; Thakur et al. 2005
+    reduce          ring              n alpha + 2(n-1)/n S/B                   reduce-scatter by a ring, then a gather
     gather          direct            alpha + (n-1) S/B                        the root's line carries all
     scatter         direct            alpha + (n-1)/n S/B
     exchange        pairwise          alpha + S/B
@@ -48,8 +50,10 @@ from typing import Any
 import numpy as np
 
 from exogym.errors import ArgumentError, check_choice
-from exogym.network.links import GroupLinks, Links, UniformLinks
+from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
 
+CHUNK_BYTES = 1 << 20  # of a chain: what NCCL's two channels pass on at a time (see `exogym.network.libraries`)
+MOST_SPLITS = 8  # of a matrix's nodes into islands that a hierarchical all-reduce tries
 Pairs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
@@ -78,7 +82,8 @@ class MessageRound:
         pairs: function of n, the number of members, that returns the positions of the senders and of the receivers
             among the members. None means all pairs. Then the slowest pair counts.
         fan_out, fan_in: the number of messages that share a sender's line, and a receiver's line.
-        hops: how many latencies the round takes; 0 if it follows the previous round without a gap.
+        hops: how many latencies the round takes; 0 if it follows the previous round without a gap, and a part of one
+            if other messages travel meanwhile.
     """
 
     count: int
@@ -86,13 +91,13 @@ class MessageRound:
     pairs: Pairs | None = None
     fan_out: float = 1
     fan_in: float = 1
-    hops: int = 1
+    hops: float = 1
 
 
 # The pairs of a round
 
 
-def _ring(n: int) -> tuple[np.ndarray, np.ndarray]:
+def around(n: int) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(n), (np.arange(n) + 1) % n
 
 
@@ -117,6 +122,10 @@ def _up(hop: int) -> Pairs:
 def _across(hop: int, size: int) -> Pairs:
     """Pair each of the first `size` positions with the position whose number differs in bit `hop`."""
     return lambda n: (np.arange(size), np.arange(size) ^ hop)
+
+
+def _along(n: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.arange(n - 1), np.arange(1, n)
 
 
 def _onto(n: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -164,25 +173,39 @@ def _direct(n: int, S: float, inward: bool) -> list[MessageRound]:
 
 def _scatter_gather(n: int, S: float) -> list[MessageRound]:
     scatter = [MessageRound(1, S * min(hop, n - hop) / n, _down(hop)) for hop in reversed(_hops(n))]
-    return [*scatter, MessageRound(n - 1, S / n, _ring)]
+    return [*scatter, MessageRound(n - 1, S / n, around)]
+
+
+def _chain(n: int, S: float, inward: bool) -> list[MessageRound]:
+    pairs: Pairs = (lambda n: _along(n)[::-1]) if inward else _along
+    fill = MessageRound(n - 2, min(S, CHUNK_BYTES), pairs, hops=0)
+    return [MessageRound(n - 1, 0.0, pairs), fill, MessageRound(1, S, pairs, hops=0)]
 
 
 ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[MessageRound]]]] = {
     "all_reduce": {
-        "ring": lambda n, S: [MessageRound(2 * (n - 1), S / n, _ring)],
-        "exact": lambda n, S: [MessageRound(n - 1, S / n), MessageRound(n - 1, S / n, _ring)],
+        "ring": lambda n, S: [MessageRound(2 * (n - 1), S / n, around)],
+        "exact": lambda n, S: [MessageRound(n - 1, S / n), MessageRound(n - 1, S / n, around)],
         "halving_doubling": lambda n, S: _halving(n, S, 2),
         "tree": lambda n, S: _tree_up(n, S) + _tree_down(n, S),
         "double_tree": lambda n, S: [MessageRound(2 * len(_hops(n)), 0.0), MessageRound(1, 2 * S, hops=0)],
     },
-    "all_gather": {"ring": lambda n, S: [MessageRound(n - 1, S, _ring)], "bruck": _bruck},
+    "all_gather": {"ring": lambda n, S: [MessageRound(n - 1, S, around)], "bruck": _bruck},
     "reduce_scatter": {
-        "ring": lambda n, S: [MessageRound(n - 1, S / n, _ring)],
+        "ring": lambda n, S: [MessageRound(n - 1, S / n, around)],
         "halving": lambda n, S: _halving(n, S, 1),
     },
     "all_to_all": {"pairwise": lambda n, S: [MessageRound(n - 1, S / n)]},
-    "broadcast": {"tree": _tree_down, "scatter_gather": _scatter_gather},
-    "reduce": {"tree": _tree_up},
+    "broadcast": {
+        "tree": _tree_down,
+        "scatter_gather": _scatter_gather,
+        "chain": lambda n, S: _chain(n, S, False),
+    },
+    "reduce": {
+        "tree": _tree_up,
+        "ring": lambda n, S: [MessageRound(n - 1, S / n, around), *_direct(n, S / n, True)],
+        "chain": lambda n, S: _chain(n, S, True),
+    },
     "gather": {"direct": lambda n, S: _direct(n, S, True)},
     "scatter": {"direct": lambda n, S: _direct(n, S / n, False)},
     "exchange": {"pairwise": lambda n, S: [MessageRound(1, S)]},
@@ -222,8 +245,8 @@ def algorithms_of(kind: str) -> list[str]:
 
 def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
     """Return the cost of `rounds`, one after the other, among `members` (ids, in order)."""
-    latency = transfer = 0.0
-    hops, ids = 0, None
+    latency = transfer = hops = 0.0
+    ids = None
     for r in rounds:
         if isinstance(links, UniformLinks):  # all pairs are equal
             bandwidth, alpha = links.bandwidth_bps, links.latency_s
@@ -234,7 +257,7 @@ def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
         latency += r.count * r.hops * alpha
         transfer += r.count * 8 * r.bytes_ * slots
         hops += r.count * r.hops
-    return Cost(float(latency), float(transfer), hops)
+    return Cost(float(latency), float(transfer), round(hops))
 
 
 def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float, float]:
@@ -269,8 +292,9 @@ def price_server(
         members if isinstance(links, UniformLinks) else np.asarray(members)
     )
     far, total = float(np.max(alpha)), Cost()
+    most = getattr(links, "stream_bps", np.inf)  # of one connection
     for way in ways:
-        line = up if way == "up" else down
+        line = np.minimum(up if way == "up" else down, most)
         total += Cost(far, 8 * size * max(1 / float(np.min(line)), n / line_of_server(up, down, server_bps)), 1)
     return total
 
@@ -283,54 +307,46 @@ def line_of_server(up: Any, down: Any, server_bps: float | None) -> float:
 def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
     """Return the cost of an all-reduce by islands.
 
-    Each island does a ring all-reduce, the islands' first nodes do a ring all-reduce, and each island does a broadcast.
-    All islands work at the same time; the slowest island counts.
+    Each island does a ring all-reduce, the islands' first nodes do an all-reduce by a ring or by halving-doubling, and
+    each island does a broadcast. All islands work at the same time; the slowest island counts. On a matrix of links,
+    islands are the nodes that links of some bandwidth connect; the bandwidth with the fastest all-reduce counts.
 
     Raises:
         ArgumentError: the network has no islands.
     """
-    if not isinstance(links, GroupLinks):
-        raise ArgumentError("algorithm='hierarchical' needs a network with islands: Network.groups(...)")
     ids = np.sort(np.asarray(members))
-    islands = [ids[links.group_of[ids] == g] for g in np.unique(links.group_of[ids])]
-    ring, tree = ALGORITHMS["all_reduce"]["ring"], ALGORITHMS["broadcast"]["tree"]
+    if isinstance(links, GroupLinks):
+        splits = [links.group_of[ids]]
+    elif isinstance(links, MatrixLinks):
+        splits = _splits(links.bandwidth_bps[np.ix_(ids, ids)])
+    else:
+        raise ArgumentError("algorithm='hierarchical' needs a network with islands: Network.groups(...) or a matrix")
+    costs = [_price_split(links, [ids[split == g] for g in np.unique(split)], size) for split in splits]
+    return min(costs, key=lambda cost: cost.seconds)
 
-    def slowest(rounds: Callable[[int, float], list[MessageRound]]) -> Cost:
-        costs = [price(rounds(len(i), size), links, i) for i in islands if len(i) > 1]
-        return max(costs, key=lambda cost: cost.seconds, default=Cost())
+
+def _price_split(links: Links, islands: list[np.ndarray], size: float) -> Cost:
+    def price_of(kind: str, ways: Sequence[str], ids: np.ndarray) -> Cost:
+        costs = [price(ALGORITHMS[kind][way](len(ids), size), links, ids) for way in ways if len(ids) > 1]
+        return min(costs, key=lambda cost: cost.seconds, default=Cost())
+
+    def slowest(kind: str, way: str) -> Cost:
+        return max((price_of(kind, [way], island) for island in islands), key=lambda cost: cost.seconds)
 
     first = np.array([island[0] for island in islands])
-    across = price(ring(len(first), size), links, first) if len(first) > 1 else Cost()
-    return slowest(ring) + across + slowest(tree)
+    across = price_of("all_reduce", ("ring", "halving_doubling"), first)
+    return slowest("all_reduce", "ring") + across + slowest("broadcast", "tree")
 
 
-def cost_among(
-    links: Links, server_bps: float | None, kind: str, way: str, payload_bytes: float, ids: Sequence[int],
-    root: int | None = None, fan: Sequence[float] | None = None,
-) -> Cost:  # fmt: skip
-    """Return a collective's cost by formula, before loss and jitter. The arguments are the same as in `Network.cost`.
-
-    Raises:
-        ArgumentError: `root` is not a member, or the algorithm needs islands and the network has none.
-    """
-    n = len(ids)
-    if kind in ("push", "pull") or way == "server":
-        if n == 1 and kind not in ("push", "pull"):
-            return Cost()
-        ways = {"push": ["up"], "pull": ["down"]}.get(kind, ["up", "down"])
-        near = way == "island"
-        return price_server(links, ids, payload_bytes, None if near else server_bps, ways, near)
-    if n == 1:
-        return Cost()
-    if way == "hierarchical":
-        return price_hierarchical(links, ids, payload_bytes)
-    if fan is not None:
-        out, into = fan
-        busy = max(out, into) > 0
-        return price([MessageRound(1, payload_bytes, None, out, into)] if busy else [], links, ids)
-    if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
-        if root not in ids:
-            raise ArgumentError(f"root={root!r} is not among the {n} members: name one of them")
-        at = list(ids).index(root)
-        ids = [*ids[at:], *ids[:at]]
-    return price(ALGORITHMS[kind][way](n, payload_bytes), links, ids)
+def _splits(bandwidth_bps: np.ndarray) -> list[np.ndarray]:
+    """Return each node's island, (n,), for up to MOST_SPLITS bandwidths from which on links join their nodes."""
+    n = len(bandwidth_bps)
+    both = np.minimum(bandwidth_bps, bandwidth_bps.T)
+    levels = np.unique(both[~np.eye(n, dtype=bool)])
+    splits = []
+    for level in levels[np.unique(np.linspace(0, len(levels) - 1, MOST_SPLITS).round().astype(int))]:
+        joined, island = (both >= level) | np.eye(n, dtype=bool), np.arange(n)
+        while (island != (least := np.where(joined, island, n).min(1))).any():
+            island = least
+        splits.append(island)
+    return splits

@@ -14,8 +14,10 @@ Bandwidths are in bits per second, latencies in seconds one way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,16 +46,20 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class UniformLinks:
-    """Links of nodes with equal lines, `up_bps` and `down_bps`. Two nodes communicate at the slower of both rates."""
+    """Links of nodes with equal lines, `up_bps` and `down_bps`.
+
+    Two nodes communicate at the slower of both rates, and at most at `stream_bps`.
+    """
 
     up_bps: float
     down_bps: float
     latency_s: float
+    stream_bps: float = math.inf
     size: None = None
 
     @property
     def bandwidth_bps(self) -> float:
-        return min(self.up_bps, self.down_bps)
+        return min(self.up_bps, self.down_bps, self.stream_bps)
 
     def link(self, i: Any, j: Any) -> Pair:
         return self.bandwidth_bps, self.latency_s
@@ -134,10 +140,11 @@ class LineLinks:
                 f"bandwidth={list(lines)!r} has the lines of {len(lines)} nodes: give at least two lines"
             )
         self.lines_bps = np.array([parse_bandwidth(line) for line in lines])
-        self.size, self.latency_s = len(lines), parse_seconds(latency)
+        self.size, self.latency_s, self.stream_bps = len(lines), parse_seconds(latency), math.inf
 
     def link(self, i: Any, j: Any) -> Pair:
-        return np.minimum(self.lines_bps[i], self.lines_bps[j]), self.latency_s
+        lines = np.minimum(self.lines_bps[i], self.lines_bps[j])
+        return np.minimum(lines, self.stream_bps), self.latency_s
 
     def crowd(self, i: np.ndarray, j: np.ndarray) -> Any:
         return 1.0
@@ -151,19 +158,19 @@ class LineLinks:
     near = outside
 
     def slowest(self, ids: np.ndarray) -> Pair:
-        return self.lines_bps[ids].min(), self.latency_s
+        return min(self.lines_bps[ids].min(), self.stream_bps), self.latency_s
 
 
 class GroupLinks:
     """Links of islands: two nodes of island g use `inside[g]`. Other pairs use `between`, whose nodes are the islands.
 
-    If `shared` is True, an island has one line to the other islands, and all its messages share this line. (If
-    `between` has different links, the island has a line to each other island.) Otherwise each node has its own line to
-    the other islands. A node's line is as fast as its faster kind of link. Nodes reach a server over `between`, and a
-    server in their own island over `inside`.
+    An island has `shared` lines to the other islands, over which its messages spread; True is one line. (If `between`
+    has different links, the island has these lines to each other island.) If `shared` is 0 or False, each node has its
+    own line to the other islands. A node's line is as fast as its faster kind of link. Nodes reach a server over
+    `between`, and a server in their own island over `inside`.
     """
 
-    def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: bool = True):
+    def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: int = 1):
         self.group_of = _membership(groups)
         self.size = len(self.group_of)
         count = int(self.group_of.max()) + 1
@@ -201,12 +208,20 @@ class GroupLinks:
         else:  # each pair of islands has its own line
             _, place, counts = np.unique(a * (int(b.max()) + 1) + b, return_inverse=True, return_counts=True)
             many = counts[place]
-        return np.where(across, many, 1)
+        return np.where(across, self._on_a_line(many), 1)
+
+    def _on_a_line(self, many: Any) -> Any:
+        """Return how many of an island's messages share a line, if each has the rate of a pair of nodes."""
+        if not self.shared:
+            return 1
+        x = self.between
+        share = x.bandwidth_bps / min(x.up_bps, x.down_bps) if isinstance(x, UniformLinks) else 1.0
+        return np.maximum(1, share * np.ceil(many / self.shared))
 
     def outside(self, i: Any) -> tuple[Any, Any, Any]:
         g = np.atleast_1d(self.group_of[i])
         up, down, latency = self.between.outside(g)
-        many = np.bincount(g)[g] if self.shared else 1
+        many = self._on_a_line(np.bincount(g)[g])
         return up / many, down / many, latency
 
     def near(self, i: Any) -> tuple[Any, Any, Any]:
@@ -220,9 +235,25 @@ class GroupLinks:
         latency = self.latency_s[pairs].max(initial=0.0)
         if len(groups) > 1:
             across = self.between.slowest(groups)
-            many = np.minimum(counts, len(ids) - counts).max() if self.shared else 1
+            many = self._on_a_line(np.minimum(counts, len(ids) - counts).max())
             bandwidth, latency = min(bandwidth, across[0] / many), max(latency, across[1])
         return bandwidth, latency
+
+
+def limited(links: Any, share: float, stream_bps: Callable[[Any], Any]) -> Any:
+    """Return links with lines that reach a share of their rates, and pairs of nodes at most `stream_bps(latency_s)`."""
+    if isinstance(links, UniformLinks):
+        most = float(min(links.stream_bps, stream_bps(links.latency_s)))
+        return replace(links, up_bps=share * links.up_bps, down_bps=share * links.down_bps, stream_bps=most)
+    links = copy.copy(links)
+    if isinstance(links, LineLinks):
+        links.lines_bps, links.stream_bps = share * links.lines_bps, stream_bps(links.latency_s)
+        return links
+    links.bandwidth_bps = np.minimum(share * links.bandwidth_bps, stream_bps(links.latency_s))
+    links.up_bps, links.down_bps = share * links.up_bps, share * links.down_bps
+    if isinstance(links, GroupLinks):
+        links.between = limited(links.between, share, stream_bps)
+    return links
 
 
 def _square(given: Any, name: str, read: Any) -> np.ndarray:

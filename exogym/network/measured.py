@@ -27,14 +27,17 @@ import numpy as np
 
 from exogym.core.progress import notice, readable_bytes
 from exogym.errors import ArgumentError, check_choice, check_count, nearest
-from exogym.network.costs import ALGORITHMS, Cost, cost_among
+from exogym.network.costs import ALGORITHMS, Cost
+from exogym.network.libraries import LIBRARIES, cost_among
 from exogym.network.links import Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.units import parse_seconds
 
 FIELDS = (
     *("num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "evaluation_s", "versions", "date"),
+    *("latency_s", "library"),
 )
 ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # equal bytes: each may replace the other
+HALVINGS = 100  # of the logarithm of a bandwidth, until it is exact
 NOISE = 0.1  # a larger or colder message may be faster by this share before the probes contradict each other
 
 
@@ -197,6 +200,8 @@ class Measurement:
         evaluation_s: Any = None,
         versions: Mapping[str, Any] | None = None,
         date: str | None = None,
+        latency_s: Any = None,
+        library: str | None = None,
     ):
         check_count("num_nodes", num_nodes, least=2)
         self.num_nodes = num_nodes
@@ -210,7 +215,10 @@ class Measurement:
         if not tables and pairs is None:
             raise ArgumentError("a measured network needs a probe, as in all_reduce={4_000_000: 0.05}")
         self.pairs = None if pairs is None else _pairs(pairs, num_nodes)
-        self.links: Links = _fitted(tables, num_nodes) if self.pairs is None else self.pairs
+        if library is not None:
+            check_choice("library", library, LIBRARIES)
+        self.library, self.latency_s = library, None if latency_s is None else parse_seconds(latency_s)
+        self.links: Links = self._fitted(tables) if self.pairs is None else self.pairs
         self._first = {kind: positive_s(s, f"first of {kind}") for kind, s in (first or {}).items()}
         unprobed = sorted(self._first.keys() - tables.keys())
         if unprobed:
@@ -248,6 +256,7 @@ class Measurement:
             out["collectives"][kind] = dict(zip(sizes, probes.times_s.tolist(), strict=True))
         if self._first:
             out["first"] = dict(self._first)
+        out |= {name: value for name in ("library", "latency_s") if (value := getattr(self, name)) is not None}
         if self.message_s:
             out["message_s"] = self.message_s
         if self.pairs is not None:
@@ -291,9 +300,33 @@ class Measurement:
                 f"the measurement is for {', '.join(self.hosts)}; the hosts are {', '.join(hosts)}: measure these hosts"
             )
 
+    def _fitted(self, tables: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> UniformLinks:
+        """Return links on which the formula gives the largest probe's time, and at least the smallest probe's time."""
+        rest = sorted(tables, key=lambda name: name == "barrier")  # a barrier's time does not depend on bytes
+        name = next(name for name in ("all_reduce", "exact all_reduce", *rest) if name in tables)
+        sizes, times = tables[name]
+        kind, way = kind_and_way(name)
+        size, time = float(sizes[-1]), float(times[-1])
+        unit = cost_among(UniformLinks(1.0, 1.0, 1.0), None, kind, way, 1.0, range(self.num_nodes))
+        if not unit.transfer_s:
+            raise ArgumentError(f"probes of {name} alone do not show the bandwidth: probe all_reduce, too")
+        per_byte = time / size
+        if len(sizes) > 1 and times[-1] > times[0]:
+            per_byte = float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))
+        alpha = max(0.0, time - per_byte * size) / unit.latency_s if self.latency_s is None else self.latency_s
+        least, most = 1.0, 1e16  # bits per second
+        for _ in range(HALVINGS):  # the time falls as the bandwidth grows
+            middle = math.sqrt(least * most)
+            is_fast = self._formula_s(UniformLinks(middle, middle, alpha), kind, way, size) < time
+            least, most = (least, middle) if is_fast else (middle, most)
+        return UniformLinks(least, least, alpha)
+
+    def _formula_s(self, links: Links, kind: str, way: str, size: float) -> float:
+        return cost_among(links, None, kind, way, size, range(self.num_nodes), library=self.library).seconds
+
     def _probes(self, name: str, sizes: np.ndarray, times: np.ndarray) -> Probes:
         kind, way = kind_and_way(name)
-        floor_s = cost_among(self.links, None, kind, way, 0.0, range(self.num_nodes)).seconds
+        floor_s = self._formula_s(self.links, kind, way, 0.0)
         set_up_s = 0.0
         if name in self._first:
             cold_s, warm_s = self._first[name], float(times[-1])
@@ -335,22 +368,3 @@ def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
         for k, table in enumerate(tables):
             table.append([1.0 if i == j else pair[k] for j, pair in enumerate(row)])
     return MatrixLinks(*tables)
-
-
-def _fitted(tables: Mapping[str, tuple[np.ndarray, np.ndarray]], num_nodes: int) -> UniformLinks:
-    """Return links on which the formula gives the largest probe's time, and at least the smallest probe's time.
-
-    t = h alpha + k S / B: h hops and the share k of the payload, both of the kind's first algorithm.
-    """
-    rest = sorted(tables, key=lambda name: name == "barrier")  # a barrier's time does not depend on bytes
-    name = next(name for name in ("all_reduce", "exact all_reduce", *rest) if name in tables)
-    sizes, times = tables[name]
-    kind, way = kind_and_way(name)
-    unit = cost_among(UniformLinks(1.0, 1.0, 1.0), None, kind, way, 1.0, range(num_nodes))
-    if not unit.transfer_s:
-        raise ArgumentError(f"probes of {name} alone do not show the bandwidth: probe all_reduce, too")
-    per_byte = float(times[-1] / sizes[-1])
-    if len(sizes) > 1 and times[-1] > times[0]:
-        per_byte = float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))
-    latency_s = max(0.0, float(times[-1] - per_byte * sizes[-1])) / unit.latency_s
-    return UniformLinks(unit.transfer_s / per_byte, unit.transfer_s / per_byte, latency_s)

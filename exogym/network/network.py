@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from exogym.core.base.retired import retired
-from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked, nearest
-from exogym.network.links import GroupLinks, LineLinks, Links, MatrixLinks, UniformLinks, without_diagonal
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_switch, checked, nearest
+from exogym.network.libraries import LIBRARIES
+from exogym.network.links import GroupLinks, LineLinks, Links, MatrixLinks, UniformLinks, limited, without_diagonal
 from exogym.network.measured import Measurement
 from exogym.network.presets import PRESETS, settings_of
 from exogym.network.pricing import Pricing
-from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
+from exogym.network.units import parse_bandwidth, parse_bytes, parse_seconds, readable_bandwidth, readable_seconds
 
-OPTIONS = ("jitter", "loss", "seed", "server", "tcp", "memory")
+
+class Options(TypedDict, total=False):
+    """The options of every network (see `Network`)."""
+
+    jitter: Any
+    loss: float
+    seed: int
+    server: Any
+    tcp: bool
+    memory: Any
+    library: str | None
+    efficiency: float
+    stream: Any
+    bucket: Any
+
+
+OPTIONS = tuple(Options.__annotations__)
 SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
 
 
@@ -44,9 +62,19 @@ class Network(Pricing):
         memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time, also from
             steps that hide a transfer. If it is None, they take no time. torch's own reduction
             (`Placement(reduction="native")`) copies less.
+        library: whose collectives are predicted: "gloo", "nccl", or "any" for the fastest known algorithm. Each library
+            has its own algorithms and times (see `exogym.network.libraries`). None is "any" with times as in
+            textbooks, and lets `advise` choose: NCCL for steps on NVIDIA's GPUs, otherwise gloo.
+        efficiency: the share of every line's rate that messages reach, over 0 and up to 1.
+        stream: the most that two nodes reach over one connection, however fast their lines are: a rate such as "5Gbps",
+            or the connection's window in bytes, such as "3MiB", of which one is sent in each round trip. gloo uses one
+            connection between two nodes; NCCL uses 16 on AWS, 4 on Google's cloud and otherwise 1 (net_socket.cc).
+        bucket: bytes of a collective, such as "25MB". Larger payloads are sent in as many equal collectives as are
+            needed, one after the other, and each has its own latencies.
 
     Raises:
-        ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
+        ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss; a library
+            with `tcp=True`, which predicts ExoGym's own messages over gloo.
 
     >>> network = Network("1Gbps", "0.5ms")
     >>> network.link(0, 1)
@@ -65,12 +93,7 @@ class Network(Pricing):
         *,
         up: Any = None,
         down: Any = None,
-        jitter: Any = 0.0,
-        loss: float = 0.0,
-        seed: int = 0,
-        server: Any = None,
-        tcp: bool = False,
-        memory: Any = None,
+        **options: Unpack[Options],
     ):
         if bandwidth is None and (up is None or down is None):
             raise ArgumentError("a network needs a bandwidth, as in Network('1Gbps', '0.5ms'), or up= and down=")
@@ -92,20 +115,24 @@ class Network(Pricing):
             )
             links = UniformLinks(up_bps, down_bps, parse_seconds(latency))
             shape = {"up": up_bps, "down": down_bps, "latency": links.latency_s}
-        self._set(links, jitter, loss, seed, server, shape, tcp, memory)
+        for name in options:
+            if name not in OPTIONS:
+                instead = retired(name, "Network") or nearest(name, ("bandwidth", "latency", "up", "down", *OPTIONS))
+                raise ArgumentError(f"Network() has no argument {name!r}: {instead}")
+        self._read(**options)
+        self._put(links, shape)
 
     @classmethod
     @checked
     def matrix(
-        cls, bandwidth: Any, latency: Any = 0.0, *, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0,
-        server: Any = None, tcp: bool = False, memory: Any = None,
+        cls, bandwidth: Any, latency: Any = 0.0, **options: Unpack[Options],
     ) -> Network:  # fmt: skip
         """Return a network in which each ordered pair of nodes has its own link.
 
         Args:
             bandwidth, latency: (N, N) numbers or text; entry [i][j] is for the link from i to j. The diagonal is
                 ignored. One latency may serve all pairs. Every pair needs a link.
-            jitter, loss, seed, server, tcp, memory: as in `Network`.
+            **options: jitter, loss, seed, server, tcp, memory, library, efficiency, stream and bucket, as in `Network`.
 
         Raises:
             ArgumentError: matrices that are not square or differ in size, or two nodes that cannot reach each other.
@@ -116,15 +143,12 @@ class Network(Pricing):
         """
         links = MatrixLinks(bandwidth, latency)
         shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
-        return cls.__new__(cls)._set(
-            links, jitter, loss, seed, server, {"matrix": without_diagonal(shape)}, tcp, memory
-        )
+        return cls(1.0, **options)._put(links, {"matrix": without_diagonal(shape)})
 
     @classmethod
     @checked
     def groups(
-        cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: bool = True, jitter: Any = 0.0,
-        loss: float = 0.0, seed: int = 0, server: Any = None, tcp: bool = False, memory: Any = None,
+        cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: int = True, **options: Unpack[Options],
     ) -> Network:  # fmt: skip
         """Return a network of islands: fast links inside an island, slow links between islands.
 
@@ -133,9 +157,10 @@ class Network(Pricing):
             inside: the network inside every island, or a list with one network per island. A network is a `Network`, or
                 text or settings for `Network.of`.
             between: the network between nodes of different islands; a matrix has one row per island.
-            shared: whether an island has one line to the other islands, which all its simultaneous messages share.
-                Otherwise each node has its own line to the other islands.
-            jitter, loss, seed, server, tcp, memory: as in `Network`, for all links.
+            shared: how many lines to the other islands an island has, over which its simultaneous messages spread. True
+                is one line, as for machines of several GPUs with one network card. False gives each node its own line,
+                as for a card per GPU.
+            **options: as in `Network.matrix`, for all links.
 
         Raises:
             ArgumentError: groups that are empty or leave out nodes, or networks that do not fit them.
@@ -148,27 +173,32 @@ class Network(Pricing):
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part.jitter_s or part.loss or part.tcp:
+            if part._options.keys() - {"efficiency", "stream", "server", "seed", "memory"}:
                 raise ArgumentError(
-                    "give jitter, loss and tcp to Network.groups(), for all links, not to inside and between"
+                    "give jitter, loss, tcp, library and bucket to Network.groups(), for all links, not to inside and "
+                    "between"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
             raise ArgumentError("the network inside an island must be uniform, such as Network('10Gbps', '0.1ms')")
         if isinstance(groups, Sequence) and not many:
             kinds *= len(groups)
-        links = GroupLinks(groups, kinds, outer.links, shared)
+        check_count("shared", int(shared), least=0)
+        links = GroupLinks(groups, kinds, outer.links, int(shared))
         shape: dict[str, Any] = {
             "groups": [g if isinstance(g, int) else list(g) for g in groups],
             "between": outer.describe(),
         }
         shape["inside"] = [part.describe() for part in insides] if many else insides[0].describe()
-        shape["shared"] = bool(shared)
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape, tcp, memory)
+        shape["shared"] = shared
+        return cls(1.0, **options)._put(links, shape)
 
     @classmethod
     @checked
-    def measured(cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None) -> Network:
+    def measured(
+        cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None, latency: Any = None,
+        library: str | None = None,
+    ) -> Network:  # fmt: skip
         """Return a network that gives all-reduces their measured times.
 
         Between two probes the time is linear in the bytes. Outside the probes ExoGym extrapolates the time, with a
@@ -179,6 +209,8 @@ class Network(Pricing):
             num_nodes: N, the number of nodes that took part.
             first: seconds of the very first all-reduce, with the largest size, which also set connections up. In a
                 prediction, a run's first collective takes the same extra time.
+            latency: seconds one way; by default what the probes say, or 0 from a single probe.
+            library: "gloo" or "nccl", whose formulas predict the other collectives.
 
         Raises:
             ArgumentError: no probe; a size or time that is missing or not over 0; probes that contradict each other. A
@@ -190,13 +222,15 @@ class Network(Pricing):
         (0.03, 0.06)
         """
         cold = None if first is None else {"all_reduce": first}
-        return cls._of_measurement(Measurement(num_nodes, {"all_reduce": all_reduce}, first=cold))
+        return cls._of_measurement(
+            Measurement(num_nodes, {"all_reduce": all_reduce}, first=cold, latency_s=latency, library=library)
+        )
 
     @classmethod
     def _of_measurement(cls, measurement: Measurement) -> Network:
-        network = cls.__new__(cls)
+        network = cls(1.0, library=measurement.library)
         network.measurement = measurement
-        return network._set(measurement.links, 0.0, 0.0, 0, None, measurement.describe(), False, None)
+        return network._put(measurement.links, measurement.describe())
 
     @classmethod
     def preset(cls, name: str) -> Network:
@@ -273,26 +307,46 @@ class Network(Pricing):
             raise ArgumentError(f"a network by {shape} takes {', '.join(wanted)}, not {', '.join(sorted(settings))}")
         return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
 
-    def _set(
-        self, links: Links, jitter: Any, loss: float, seed: int, server: Any, shape: dict[str, Any], tcp: bool,
-        memory: Any,
-    ) -> Network:  # fmt: skip
-        self.links = links
+    def _read(
+        self, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0, server: Any = None, tcp: bool = False,
+        memory: Any = None, library: str | None = None, efficiency: float = 1.0, stream: Any = None, bucket: Any = None,
+    ) -> None:  # fmt: skip
         self.jitter_s = parse_seconds(jitter, "jitter")
         check_number("loss", loss, least=0, under=1)
+        check_number("efficiency", efficiency, over=0, most=1)
         check_count("seed", seed, least=0)
-        self.loss, self.seed = float(loss), seed
-        self.server_bps = None if server is None else parse_bandwidth(server, "server")
-        if not isinstance(tcp, bool):
-            raise ArgumentError(f"tcp={tcp!r} must be True or False")
-        self.tcp = tcp
+        check_switch("tcp", tcp)
+        self.loss, self.seed, self.tcp, self._share = float(loss), seed, tcp, float(efficiency)
+        self.server_bps = None if server is None else parse_bandwidth(server, "server") * self._share
         self.memory_bps = None if memory is None else parse_bandwidth(memory, "memory")
+        if library is not None:
+            check_choice("library", library, LIBRARIES)
+            if tcp:
+                raise ArgumentError(
+                    f"library={library!r} with tcp=True, which predicts ExoGym's own messages: leave one of them out"
+                )
+        self.library, (self._stream_bps, stream) = library, _stream(stream)
+        self.bucket_bytes = math.inf if bucket is None else parse_bytes(bucket, "bucket")
         options = {
-            "jitter": self.jitter_s, "loss": self.loss, "seed": seed, "server": self.server_bps, "tcp": tcp,
-            "memory": self.memory_bps,
+            "jitter": self.jitter_s, "loss": self.loss, "seed": seed, "server": server and parse_bandwidth(server),
+            "tcp": tcp, "memory": self.memory_bps, "library": library, "efficiency": self._share % 1, "stream": stream,
+            "bucket": bucket and self.bucket_bytes,
         }  # fmt: skip
-        self._description = shape | {name: value for name, value in options.items() if value}
+        self._options = {name: value for name, value in options.items() if value}
+
+    def _put(self, links: Links, shape: dict[str, Any]) -> Network:
+        """Give the network its links, and return it."""
+        self.links = limited(links, self._share, self._stream_bps)
+        self._description = shape | self._options
         return self
+
+    def with_library(self, library: str | None) -> Network:
+        """Return this network with another library for its collectives.
+
+        >>> Network("1Gbps", "10ms").with_library("nccl")
+        Network('1 Gbps', '10 ms', library='nccl')
+        """
+        return Network.of(self.describe() | {"library": library})
 
     # Describing it
 
@@ -311,8 +365,10 @@ class Network(Pricing):
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
         extra += ", tcp=True" if self.tcp else ""
+        others = ("library", "efficiency", "stream", "bucket")
+        extra += "".join(f", {name}={self._options[name]!r}" for name in others if name in self._options)
         if isinstance(links, LineLinks):
-            lines = [readable_bandwidth(bps) for bps in links.lines_bps]
+            lines = [readable_bandwidth(bps / self._share) for bps in links.lines_bps]
             shown = repr(lines if len(lines) < 9 else f"<{len(lines)} lines>")
             return f"Network({shown}, {readable_seconds(links.latency_s)!r}{extra})"
         if isinstance(links, MatrixLinks):
@@ -321,7 +377,8 @@ class Network(Pricing):
             sizes = np.bincount(links.group_of).tolist()
             return f"Network.groups({sizes if len(sizes) < 9 else f'<{len(sizes)} islands>'}{extra})"
         assert isinstance(links, UniformLinks)
-        up, down, latency = readable_bandwidth(links.up_bps), readable_bandwidth(links.down_bps), links.latency_s
+        up, down = (readable_bandwidth(bps / self._share) for bps in (links.up_bps, links.down_bps))
+        latency = links.latency_s
         if up == down:
             return f"Network({up!r}, {readable_seconds(latency)!r}{extra})"
         return f"Network(latency={readable_seconds(latency)!r}, up={up!r}, down={down!r}{extra})"
@@ -347,3 +404,14 @@ class Network(Pricing):
         """
         up, down = self.links.line(np.arange(num_nodes))
         return np.broadcast_to(up, num_nodes), np.broadcast_to(down, num_nodes)
+
+
+def _stream(given: Any) -> tuple[Callable[[Any], Any], Any]:
+    """Return a connection's most bits per second as a function of the latency, and its description."""
+    if given is None:
+        return lambda latency_s: np.inf, None
+    if isinstance(given, str) and given.rstrip().endswith("B"):
+        window = parse_bytes(given, "stream")
+        return lambda latency_s: 8 * window / np.maximum(2 * latency_s, 1e-12), f"{window:.17g}B"
+    bps = parse_bandwidth(given, "stream")
+    return lambda latency_s: bps, bps

@@ -87,7 +87,7 @@ def settings_of(text: str) -> dict[str, Any]:
         elif name in named:
             raise ArgumentError(f"network {text!r} gives {name} twice: give it once")
         else:
-            named[name] = value_of(value) if name in ("loss", "seed", "tcp") else value
+            named[name] = value_of(value) if name in ("loss", "seed", "tcp", "efficiency") else value
     if len(bare) > 1 and _is_bandwidth(bare[1]):
         last, colon, latency = bare[-1].partition(":")
         lines = [*bare[:-1], last.strip()]

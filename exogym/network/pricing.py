@@ -11,8 +11,9 @@ import numpy as np
 from exogym.core.base.rng import numpy_generator
 from exogym.core.base.turns import turns_of
 from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, line_of_server, price
-from exogym.network.links import GroupLinks, Links, UniformLinks
+from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, line_of_server, price
+from exogym.network.libraries import OWN, chosen, cost_among
+from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
 from exogym.network.measured import Measurement, Probes
 from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory, rounds_of_gloo, slow_start_s
 
@@ -37,7 +38,7 @@ class Pricing:
     Attributes:
         links: the links between nodes.
         measurement: measured times, which replace formulas, or None.
-        jitter_s, loss, seed, server_bps, tcp, memory_bps: see `Network`.
+        jitter_s, loss, seed, server_bps, tcp, memory_bps, library, bucket_bytes: see `Network`.
     """
 
     links: Links
@@ -48,6 +49,8 @@ class Pricing:
     server_bps: float | None
     tcp: bool
     memory_bps: float | None
+    library: str | None
+    bucket_bytes: float
 
     @property
     def num_nodes(self) -> int | None:
@@ -126,7 +129,8 @@ class Pricing:
             kind: the communicator's name for the collective: "all_reduce", "all_gather", ...
             payload_bytes: bytes that each giver hands over.
             members: the members' ids, or their number n. With a number, nodes 0 to n - 1 are the members.
-            algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: the first of `algorithms_of(kind)`.
+            algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: what the network's library takes, or
+                without a library the first of `algorithms_of(kind)`.
             root: the root of a broadcast, reduce, gather or scatter; default: the first member.
             fan: for a mix, the largest number of messages that a node sends, and that a node receives; default: one for
                 each other node.
@@ -134,12 +138,22 @@ class Pricing:
         Raises:
             ArgumentError: an unknown collective or algorithm, a bad payload, or a node that the network does not have.
         """
-        names = algorithms_of(kind)
-        way = names[0] if algorithm is None else NAMES.get(algorithm, algorithm)
-        check_choice("algorithm", way, names)
         if not 0 <= payload_bytes < math.inf:
             raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
         ids = self._members(members)
+        count = math.ceil(payload_bytes / self.bucket_bytes) if kind in OWN["nccl"] else 1
+        names, size = algorithms_of(kind), payload_bytes / max(count, 1)
+        way = self._own_way(kind, size, ids) if algorithm is None else NAMES.get(algorithm, algorithm)
+        check_choice("algorithm", way, names)
+        if count > 1 and way not in ("chain", "server"):  # pieces follow each other down a chain without a gap
+            one = self._cost(kind, size, ids, way, root, fan)
+            return Cost(count * one.latency_s, count * one.transfer_s, count * one.hops)
+        return self._cost(kind, payload_bytes, ids, way, root, fan)
+
+    def _cost(
+        self, kind: str, payload_bytes: float, ids: Sequence[int], way: str, root: int | None,
+        fan: Sequence[float] | None,
+    ) -> Cost:  # fmt: skip
         n = len(ids)
         known = None if fan is not None else self._measured(kind, way, n)
         if known is not None:
@@ -149,11 +163,18 @@ class Pricing:
             cost = self._over_tcp(price(rounds, self.links, ids))
         else:
             fan = (n - 1, n - 1) if kind == "mix" and fan is None else fan
-            cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
+            cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan, self.library)
             turns = 1 if fan is None else math.ceil(max(fan))
             alone = kind in ("push", "pull") or way in ("server", "hierarchical")
             cost = self._over_tcp(cost, 1 if alone else 2 * turns)
         return cost + Cost(self._copying_s(kind, way, payload_bytes, n))
+
+    def _own_way(self, kind: str, payload_bytes: float, members: Sequence[int]) -> str:
+        """Return the algorithm that the library takes, or the first one without a library."""
+        if self.library not in OWN or kind not in OWN[self.library]:
+            return algorithms_of(kind)[0]
+        bandwidth, _ = self.links.slowest(np.asarray(members))
+        return chosen(self.library, kind, len(members), payload_bytes, float(bandwidth))
 
     def _copying_s(self, kind: str, way: str, payload_bytes: float, n: int) -> float:
         return 0.0 if self.memory_bps is None else 8 * payload_bytes * moved_in_memory(kind, way, n) / self.memory_bps
@@ -182,16 +203,18 @@ class Pricing:
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.
 
-        With `tcp`, the algorithm is what ExoGym's hosts use.
+        With a library, the algorithm is the one that this library takes; with `tcp`, what ExoGym's hosts use.
         """
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]
+        if self.library in OWN:
+            names = [self._own_way(kind, payload_bytes, self._members(members))]
         if self.tcp and self.measurement is None:
             names = ["exact"] if kind == "all_reduce" else names[:1]
         among = len(self._members(members))
         measured = [name for name in names if self._measured(kind, name, among) is not None]
         names = measured or names  # the measured algorithm counts as the library's best
-        if not isinstance(self.links, GroupLinks):
+        if not isinstance(self.links, GroupLinks | MatrixLinks):
             names = [name for name in names if name != "hierarchical"]
         times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
         best = min(times, key=times.__getitem__)
@@ -213,6 +236,39 @@ class Pricing:
         """Return the extra seconds that a run's first collective takes to set up connections; 0 if not measured."""
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
+
+    def pipeline_s(
+        self, compute_s: float, activation_bytes: float, stages: int, microbatches: int, backward: float = 2.0
+    ) -> float:
+        """Return the seconds of a step whose layers lie on `stages` members in a row, by GPipe or by 1F1B.
+
+        A stage computes f seconds for a micro-batch, and b for its gradients; c is a message's time without its latency
+        alpha. Messages travel while stages compute, so the slower one of both sets the pace, and latencies count only
+        while the pipeline fills and drains:
+
+            (s-1) (f + c + alpha) + f + (m-1) max(f, c) + the same with b for f
+
+        Args:
+            compute_s: seconds for which a stage computes in a step, m (f + b).
+            activation_bytes: bytes that a stage sends to the next one for a micro-batch.
+            stages: s, the number of stages.
+            microbatches: m, the number of micro-batches in a step.
+            backward: b / f. It is about 2, or 3 if stages compute their activations again.
+
+        >>> from exogym.network import Network
+        >>> round(Network("1Gbps", "10ms").pipeline_s(3.2, 8e6, stages=8, microbatches=32), 3)
+        5.887
+        """
+        check_count("stages", stages)
+        check_count("microbatches", microbatches)
+        one = self.cost("send", activation_bytes, 2) if stages > 1 else Cost()
+        alpha, send_s = self.duration_s(Cost(one.latency_s, hops=one.hops)), self.duration_s(Cost(0.0, one.transfer_s))
+        total = 0.0
+        for share in (1 / (1 + backward), backward / (1 + backward)):
+            work_s = compute_s * share / microbatches
+            fill_s = (stages - 1) * (work_s + send_s + alpha)
+            total += fill_s + work_s + (microbatches - 1) * max(work_s, send_s)
+        return total
 
     @property
     def message_s(self) -> float:

@@ -58,6 +58,23 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
     return bps
 
 
+def parse_bytes(given: Any, name: str) -> float:
+    """Return bytes, over 0, from a number or from text such as "25MB" or "3 MiB".
+
+    Raises:
+        ArgumentError: not a number, no unit of bytes, or not over 0.
+
+    >>> parse_bytes("25MB", "bucket"), parse_bytes("3MiB", "stream"), parse_bytes(1e6, "bucket")
+    (25000000.0, 3145728.0, 1000000.0)
+    """
+    value, unit = _split(given, name, "'25MB'")
+    prefix, base = unit.removesuffix("B").removesuffix("i").lower(), 1024 if unit.endswith("iB") else 1000
+    powers = ("", "k", "m", "g")
+    if (isinstance(given, str) and not unit.endswith("B")) or prefix not in powers or not 0 < value < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be bytes over 0, as '25MB' or '3MiB'")
+    return float(value * base ** powers.index(prefix))
+
+
 def parse_seconds(given: Any, name: str = "latency") -> float:
     """Return seconds, at least 0, from a number or from text in ns, us, ms, s, min, h or d (days).
 
