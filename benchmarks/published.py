@@ -1,8 +1,10 @@
 """Predict times that others measured and published, from their own inputs, and compare them with the measurements.
 
     python benchmarks/published.py measured.csv more.csv --figure published.png
+    python benchmarks/published.py benchmarks/published_cells.csv
 
-A file has a row for each cell: nodes that average all parameters after every H steps, over links of one rate. Columns:
+The second file has cells of many sources; `published_cells.py` knows their inputs. Otherwise a file has a row for each
+cell: nodes that average all parameters after every H steps, over links of one rate. Columns:
 algorithm, H, nodes, parameters, bytes_per_element, requested_bps, measured_bps, compute_ms_per_step,
 blocked_ms_per_sync (median), syncs and steps (during the measurement), `compute_utilisation`. Rows with the same
 algorithm, size, nodes and requested rate belong to one link.
@@ -29,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import published_cells
 
 from exogym.errors import ArgumentError, DataError
 from exogym.network import Network, readable_bandwidth
@@ -219,7 +223,14 @@ def main() -> None:
     parser.add_argument("data", nargs="+", type=Path, help="CSV files of what was measured")
     parser.add_argument("--figure", help="file for a picture, such as published.png")
     parser.add_argument("--json", help="file for the rows")
+    parser.add_argument("--csv", type=Path, help="file for the cells of many sources with their predictions")
     given = parser.parse_args()
+    if "cell" in given.data[0].read_text(encoding="utf-8").partition("\n")[0].split(","):
+        found = [cell for path in given.data for cell in published_cells.read(path)]
+        print(published_cells.table(found))
+        if given.csv:
+            published_cells.write(found, given.csv)
+        return
     tables: dict[str, list[Prediction]] = {}
     try:
         for path in given.data:

@@ -13,13 +13,14 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from exogym.cli.compare import NETWORK_HELP
+from exogym.cli.compare import NETWORK_HELP, with_library
 from exogym.cli.live import drawn
 from exogym.cli.values import DATASETS, Debug, check_dataset, count_of, numbers_of
 from exogym.clock import DEVICES
 from exogym.errors import ArgumentError
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.network import Network
+from exogym.network.libraries import LIBRARIES
 from exogym.remote import HostsConfig
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.advise import Advice, Work
@@ -38,7 +39,10 @@ WANTED = {
     "step": "a step's time (--step-seconds 0.8) or operations (--flops 6e14)",
 }  # required
 TOKENS = 65_536  # of a node's step, if nothing says how long it takes
-NEEDS = {"data": ("dataset", "own_task"), "device": ("flops", "parameters"), "skew": ("parameters",)}  # one of them
+NEEDS = {
+    "data": ("dataset", "own_task"), "device": ("flops", "parameters"), "skew": ("parameters",),
+    "library": ("network",),
+}  # at least one of them  # fmt: skip
 _SIZE = "{} and {} both give the model's size"
 APART = [  # options that exclude each other, and why
     ("dataset", "own_task", "{} and {} both name a task"), ("parameters", "dataset", _SIZE),
@@ -50,6 +54,13 @@ APART = [  # options that exclude each other, and why
 def advise(
     context: typer.Context,
     network: Annotated[str | None, typer.Option(metavar="TEXT", help=NETWORK_HELP)] = None,
+    library: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"Whose collectives: {', '.join(LIBRARIES)}. [default: nccl for --device of NVIDIA, otherwise gloo]",
+        ),
+    ] = None,
     parameters: Annotated[
         str | None, typer.Option(metavar="P", help="The model's trainable parameters, as 124M or 1.3B.")
     ] = None,
@@ -139,6 +150,7 @@ def advise(
     dataset = own_task if dataset is None else dataset
     speed = numbers_of("--speeds", speeds)
     config = None if hosts is None else HostsConfig.load(hosts)
+    network = network and with_library(network, library)
     links = _links(network, config)
     step: Any = None if step_seconds == MEASURED else step_seconds
     if flops is not None:

@@ -33,8 +33,22 @@ NETWORK_HELP = (
 )
 
 # Options of a command that are no arguments in Python; a sweep's engine is not that of a run's placement.
-OF_THE_COMMAND = ("dataset", "axes", "engine", "out", "resume", "estimate", "debug")
+OF_THE_COMMAND = ("dataset", "axes", "engine", "out", "resume", "estimate", "library", "debug")
 LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
+
+
+def with_library(network: str, library: str | None) -> str:
+    """Return the text of a network with a library.
+
+    Raises:
+        ArgumentError: the network is a file.
+
+    >>> with_library("wifi", "nccl"), with_library("wifi", None)
+    ('wifi,library=nccl', 'wifi')
+    """
+    if library is not None and network.endswith(".json"):
+        raise ArgumentError(f'--library {library} with --network {network}: write "library": "{library}" into the file')
+    return network if library is None else f"{network},library={library}"
 
 
 def words_of(name: str) -> str:
@@ -129,6 +143,10 @@ def compare(
             metavar="LIST", help="With --network: the nodes' speeds, as 1,1,0.5. A node with 0.5 takes twice as long."
         ),
     ] = None,
+    library: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --network: whose collectives to predict, gloo, nccl or any."),
+    ] = None,
     target_loss: Annotated[
         float | None,
         typer.Option(
@@ -157,6 +175,9 @@ def compare(
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
     given = asked_in(context) | {"speeds": numbers_of("--speeds", speeds)}
+    if library is not None and given["network"] is None:
+        raise ArgumentError("--library needs --network, for example --network wifi")
+    given["network"] = given["network"] and with_library(given["network"], library)
     if resume:
         given |= _as_before(context, out, given)
     check_dataset(given["problem"])

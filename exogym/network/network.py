@@ -67,7 +67,7 @@ class Network(Pricing):
             textbooks, and lets `advise` choose: NCCL for steps on NVIDIA's GPUs, otherwise gloo.
         efficiency: the share of every line's rate that messages reach, over 0 and up to 1.
         stream: the most that two nodes reach over one connection, however fast their lines are: a rate such as "5Gbps",
-            or the connection's window in bytes, such as "3MiB", of which one is sent in each round trip. gloo uses one
+            or the connection's window in bytes, such as "3MiB", which is sent once in each round trip. gloo uses one
             connection between two nodes; NCCL uses 16 on AWS, 4 on Google's cloud and otherwise 1 (net_socket.cc).
         bucket: bytes of a collective, such as "25MB". Larger payloads are sent in as many equal collectives as are
             needed, one after the other, and each has its own latencies.

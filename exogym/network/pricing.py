@@ -203,7 +203,7 @@ class Pricing:
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.
 
-        With a library, the algorithm is the one that this library takes; with `tcp`, what ExoGym's hosts use.
+        With a library, the result is this library's algorithm; with `tcp`, the algorithm of ExoGym's hosts.
         """
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]

@@ -47,7 +47,7 @@ RETIRED: dict[str, str] = {
         ("Network.trace", "groups.trace", "matrix.trace"),
         "links stay the same during a run; predict it on the slowest and on the fastest network",
     ),
-    "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
+    "NodeMesh.network": "give fit(step_seconds=) the time of the node's step; Network.pipeline_s has a pipeline's",
     **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
     "robust": "in Python, wrap the strategy: exogym.contrib.Robust(strategy, 'median')",
     "secure_aggregation": "in Python, wrap the strategy: exogym.contrib.Secure(strategy)",

@@ -65,9 +65,9 @@ DEFAULT_STRATEGIES = (
     "diloco:H=500", "async_diloco:H=100:dylu=true", "streaming_diloco:H=100:fragment_sync_delay=1:bits=4",
     "diloco:H=100:eager=true",
 )  # fmt: skip
-# Measured over predicted time of collectives, by formula and from probes: warm collectives, on the links of others'
-# measurements (docs/predictions.md)
-SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
+# Measured over predicted time of collectives: by formula, what 5 % to 95 % of others' 204 measurements took, and from
+# probes, warm collectives (docs/predictions.md)
+SPREAD = {"formula": (0.9, 1.7), "measured": (0.9, 1.1)}
 STEPS = 1000  # of each node with DDP, if none are given
 UTILISATION = 0.9  # the share of its time that the slowest node should compute
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
@@ -107,6 +107,11 @@ class Work:
         """Seconds of a step."""
         return seconds_of(self.flops, self.device, self.utilisation)
 
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether the device is NVIDIA's, by its source."""
+        return "NVIDIA" in (DEVICES[self.device] if isinstance(self.device, str) else self.device).source
+
     def __str__(self) -> str:
         name = self.device if isinstance(self.device, str) else "the device"
         peak = (DEVICES[self.device] if isinstance(self.device, str) else self.device).flops_per_s
@@ -142,8 +147,9 @@ def advise(
             probably reaches DDP's loss first is recommended. While there is another, this is never DDP where the
             fastest node alone is faster, nor an asynchronous strategy whose slowest node waits for more than 10 % of
             the time.
-        algorithm: "cheapest" takes the fastest known algorithm for each collective. "recorded" takes the algorithm that
-            the strategy's events name.
+        algorithm: "cheapest" takes the algorithm that the network's library takes, or the fastest one with the library
+            "any". A network without a library gets NCCL if step_seconds is `Work` on an NVIDIA GPU, and otherwise gloo.
+            "recorded" takes the algorithm that the strategy's events name.
         steps: each node's steps with DDP. Another strategy counts the steps that it probably needs to the same loss.
         skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are dealt at
             random, 0.8 if each node has two of ten labels. Earlier runs on data with a similar skew then count most. If
@@ -171,6 +177,8 @@ def advise(
         )
     work = step_seconds if isinstance(step_seconds, Work) else None
     network = Network.of(network)
+    if algorithm == "cheapest" and network.library is None and not network.tcp and network.measurement is None:
+        network = network.with_library("nccl" if work is not None and work.is_nvidia else "gloo")
     time = step_time(step_seconds if work is None else work.seconds, speeds, network, num_nodes)
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
     alike, rows, beliefs = likeness(skew, known_skews()), [], {}
@@ -293,16 +301,27 @@ def _assumptions(
 ) -> list[str]:
     steps = time.mean_s(num_nodes)
     spread = "" if steps.min() == steps.max() else f" to {readable_seconds(float(steps.max()))}"
-    how = "the fastest algorithm known for it" if algorithm == "cheapest" else "the algorithm its event names"
+    if algorithm == "recorded":
+        how = "the algorithm its event names"
+    elif network.library in (None, "any"):
+        how = "the fastest algorithm known for it"
+    else:
+        how = f"{network.library}'s own algorithm (another one with --library, or library= of the network)"
     counts_copies = network.memory_bps is not None and network.measurement is None
     free = "packing" if counts_copies else "packing and adding up"
     left_out = ["buffers (BatchNorm's)", "the final synchronization"]
     left_out += ["the waiting of messages between hosts (a network with tcp=True has it)"] * _waits_unseen(network)
+    spread_of = "{:.1f} to {:.1f}".format
+    by_formula = (
+        f"by formula, collectives took others {spread_of(*SPREAD['formula'])} times as long as predicted; measure your "
+        f"network (exogym doctor --measure) for {spread_of(*SPREAD['measured'])}"
+    )
     return [
         f"{num_nodes} nodes, {parameters:.4g} parameters of {b:g} bytes on the wire, {network!r}",
         f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; {free} take{'s' * counts_copies} no time",
         f"each collective by {how}; links are full duplex and carry nothing else; gradients follow the backward pass",
         f"left out: {', '.join(left_out)}, and what the model learns from an example",
+        *([by_formula] if network.measurement is None else []),
     ]
 
 
@@ -320,7 +339,7 @@ def _of_plans(plans: Sequence[Plan], num_nodes: int, network: Network, time: Ste
 
 def _waits_unseen(network: Network) -> bool:
     """Return whether latencies make messages wait on hosts, and the network's formulas leave this out."""
-    if network.measurement is not None or network.tcp or network.num_nodes == 1:
+    if network.measurement is not None or network.tcp or network.library == "gloo" or network.num_nodes == 1:
         return False
     return float(network.links.slowest(np.arange(network.num_nodes or 2))[1]) >= NOTED_S
 

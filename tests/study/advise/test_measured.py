@@ -57,11 +57,11 @@ def test_a_step_that_was_measured_of_another_model_is_not_used(folder, capsys):
     assert 1.0 < advice["rows"][0]["seconds_per_step"] < 1.5
 
 
-def test_what_was_reckoned_may_be_too_fast_and_not_too_slow(capsys):
+def test_what_was_reckoned_may_be_too_fast_or_a_little_too_slow(capsys):
     words = ("--network", "1Gbps", "--parameters", "1e6", "--nodes", "2", "--step-seconds", "0.032")
-    (row,) = told(capsys, *words)["rows"]  # 0.032 s on the wire, or 1.3 times as long
+    (row,) = told(capsys, *words)["rows"]  # 0.032 s on the wire, or 0.9 to 1.7 times as long
     assert row["speedup"] == pytest.approx(1.0)
-    assert row["speedup_range"] == pytest.approx([0.064 / (0.032 * 2.3), 1.0])
+    assert row["speedup_range"] == pytest.approx([0.064 / (0.032 * 2.7), 0.064 / (0.032 * 1.9)])
 
 
 @pytest.mark.parametrize(
