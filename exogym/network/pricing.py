@@ -238,9 +238,9 @@ class Pricing:
         return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
 
     def pipeline_s(
-        self, compute_s: float, activation_bytes: float, stages: int, microbatches: int, backward: float = 2.0
+        self, compute_s: float, activation_bytes: float, depth: int, microbatches: int, backward: float = 2.0
     ) -> float:
-        """Return the seconds of a step whose layers lie on `stages` members in a row, by GPipe or by 1F1B.
+        """Return the seconds of a step whose layers lie on `depth` members in a row, by GPipe or by 1F1B.
 
         A stage computes f seconds for a micro-batch, and b for its gradients; c is a message's time without its latency
         alpha. Messages travel while stages compute, so the slower one of both sets the pace, and latencies count only
@@ -251,22 +251,22 @@ class Pricing:
         Args:
             compute_s: seconds for which a stage computes in a step, m (f + b).
             activation_bytes: bytes that a stage sends to the next one for a micro-batch.
-            stages: s, the number of stages.
+            depth: s, the number of stages.
             microbatches: m, the number of micro-batches in a step.
             backward: b / f. It is about 2, or 3 if stages compute their activations again.
 
         >>> from exogym.network import Network
-        >>> round(Network("1Gbps", "10ms").pipeline_s(3.2, 8e6, stages=8, microbatches=32), 3)
+        >>> round(Network("1Gbps", "10ms").pipeline_s(3.2, 8e6, depth=8, microbatches=32), 3)
         5.887
         """
-        check_count("stages", stages)
+        check_count("depth", depth)
         check_count("microbatches", microbatches)
-        one = self.cost("send", activation_bytes, 2) if stages > 1 else Cost()
+        one = self.cost("send", activation_bytes, 2) if depth > 1 else Cost()
         alpha, send_s = self.duration_s(Cost(one.latency_s, hops=one.hops)), self.duration_s(Cost(0.0, one.transfer_s))
         total = 0.0
         for share in (1 / (1 + backward), backward / (1 + backward)):
             work_s = compute_s * share / microbatches
-            fill_s = (stages - 1) * (work_s + send_s + alpha)
+            fill_s = (depth - 1) * (work_s + send_s + alpha)
             total += fill_s + work_s + (microbatches - 1) * max(work_s, send_s)
         return total
 

@@ -205,11 +205,11 @@ def test_wrong_options_say_what_is_wanted(make, words):
 
 
 def test_a_pipelines_pace_is_its_slower_part():
-    step = Network(B, ALPHA).pipeline_s(3.0, 1.0, stages=4, microbatches=30)
+    step = Network(B, ALPHA).pipeline_s(3.0, 1.0, depth=4, microbatches=30)
     assert step == pytest.approx(3.0 / 30 * 33 + 6 * ALPHA, abs=1e-3)  # (m + s - 1) (f + b), and latencies of fills
-    slow = Network(1e8, ALPHA).pipeline_s(3.0, 1e7, stages=4, microbatches=30)
+    slow = Network(1e8, ALPHA).pipeline_s(3.0, 1e7, depth=4, microbatches=30)
     assert slow == pytest.approx(2 * (29 * 0.8) + 6 * (0.8 + ALPHA) + 4 * 0.1)
-    assert Network(B, ALPHA).pipeline_s(3.0, 1e9, stages=1, microbatches=30) == pytest.approx(3.0)
+    assert Network(B, ALPHA).pipeline_s(3.0, 1e9, depth=1, microbatches=30) == pytest.approx(3.0)
 
 
 def test_events_are_priced_with_the_library():
