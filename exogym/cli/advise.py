@@ -20,7 +20,6 @@ from exogym.clock import DEVICES
 from exogym.errors import ArgumentError
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.network import Network
-from exogym.network.libraries import LIBRARIES
 from exogym.remote import HostsConfig
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.advise import Advice, Work
@@ -58,7 +57,7 @@ def advise(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Whose collectives: {', '.join(LIBRARIES)}. [default: nccl for --device of NVIDIA, otherwise gloo]",
+            help="Whose collectives to predict, gloo, nccl or any. [default: nccl for --device of NVIDIA, else gloo]",
         ),
     ] = None,
     parameters: Annotated[
