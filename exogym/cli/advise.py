@@ -57,7 +57,7 @@ def advise(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Whose collectives to predict, gloo, nccl or any. [default: nccl for --device of NVIDIA, else gloo]",
+            help="Whose collectives: gloo, nccl or any. [default: nccl for --device of NVIDIA, otherwise gloo]",
         ),
     ] = None,
     parameters: Annotated[
