@@ -23,9 +23,7 @@ __all__ = [
     "JSONLinesLogger",
     "Logger",
     "MLflowLogger",
-    "OpenTelemetryLogger",
     "TensorBoardLogger",
-    "TrackioLogger",
     "WandbLogger",
     "check_writable",
     "combine",
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
     from exogym.logger.base import NOT_IN_JSON, Logger, check_writable, combine, in_json
     from exogym.logger.files import CSVLogger, JSONLinesLogger
     from exogym.logger.mlflow import MLflowLogger
-    from exogym.logger.opentelemetry import OpenTelemetryLogger
-    from exogym.logger.services import TensorBoardLogger, TrackioLogger, WandbLogger
+    from exogym.logger.services import TensorBoardLogger, WandbLogger
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -1,9 +1,8 @@
-"""Loggers for external trackers: Weights & Biases, Trackio, TensorBoard."""
+"""Loggers for external trackers: Weights & Biases, TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import importlib.util
 import json
 import os
@@ -136,72 +135,6 @@ class WandbLogger(ByStep):
             self._run.summary.update({name: value for name, value in summary.items() if value is not None})
             self._run.finish()
             self._run = None
-
-
-class TrackioLogger(ByStep):
-    """Send records to Trackio, which stores runs on this machine: one `log` call per step.
-
-    The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
-    logged once. A resumed run becomes a new Trackio run with the same name. `trackio show` draws the runs. Nothing
-    leaves this machine, and no account is needed, unless you set Trackio's environment variables TRACKIO_SPACE_ID or
-    TRACKIO_SERVER_URL. The environment variable TRACKIO_DIR sets the folder.
-
-    Args:
-        project: Trackio's project.
-        experiment_name: the run's name in this project; default: a name that Trackio makes.
-        config: values to add to the run's description in Trackio's configuration.
-
-    Raises:
-        ExoGymError: trackio is not installed.
-
-    >>> logger = TrackioLogger(project="diloco", experiment_name="H=100")
-    """
-
-    @checked
-    def __init__(
-        self, project: str, experiment_name: str | None = None, config: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__()
-        need("trackio", "trackio", "TrackioLogger")
-        self.project, self.experiment_name, self.config = project, experiment_name, dict(config or {})
-        self._run: Any = None
-
-    def start(self, run: Mapping[str, Any]) -> None:
-        """Start a new Trackio run. A Trackio run that is already active stays active."""
-        import trackio
-        from trackio.utils import TRACKIO_DIR
-
-        self.finish({})
-        check_writable(TRACKIO_DIR, "TRACKIO_DIR")
-        given = {"name": self.experiment_name, "config": {**run, **self.config}, "embed": False}
-        begin = lambda: trackio.init(self.project, auto_log_cpu=False, auto_log_gpu=False, **given)  # noqa: E731
-        with _hub_not_asked():
-            # In its own context, because `init` ends the run that is active in the current context.
-            self._run = contextvars.Context().run(begin)
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log(values, step=step)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the remaining values and end the Trackio run."""
-        if self._run is not None:
-            self._flush()
-            self._run.finish()
-            self._run = None
-
-
-@contextlib.contextmanager
-def _hub_not_asked() -> Iterator[None]:
-    """Block access to Hugging Face's hub in this context. Trackio would ask the hub for the user's name."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
-        constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 class TensorBoardLogger(ByStep, OnDisk):

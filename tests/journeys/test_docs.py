@@ -170,7 +170,7 @@ def test_llms_txt_is_the_list_of_the_pages():
     assert all(page.is_file() for page in listed) and text.startswith("# ExoGym\n\n> Simulate ")
 
 
-REPORTED = {"exogym.run", "exogym.step", "exogym.train_loss"}  # names in MLflow and OpenTelemetry
+REPORTED = {"exogym.run", "exogym.step", "exogym.train_loss"}  # names in MLflow
 
 
 def unknown_names(text: str) -> set[str]:

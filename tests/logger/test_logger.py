@@ -4,7 +4,6 @@ import csv
 import importlib.util
 import json
 import logging
-import os
 import subprocess
 import sys
 import time
@@ -22,9 +21,7 @@ from exogym.logger import (
     JSONLinesLogger,
     Logger,
     MLflowLogger,
-    OpenTelemetryLogger,
     TensorBoardLogger,
-    TrackioLogger,
     WandbLogger,
     check_writable,
     combine,
@@ -317,9 +314,7 @@ def test_what_is_no_logger(wrong: Any, message: str) -> None:
     [
         (CSVLogger, "file", "path"),
         (WandbLogger, "experiment", "experiment_name"),
-        (TrackioLogger, "name", "experiment_name"),
         (MLflowLogger, "run_name", "experiment_name"),
-        (OpenTelemetryLogger, "meter_provider", "provider"),
         (TensorBoardLogger, "logdir", "log_dir"),
     ],
 )
@@ -332,10 +327,8 @@ def test_a_misspelt_argument(kind: Any, wrong: str, right: str) -> None:
     ("kind", "package"),
     [
         (WandbLogger, "wandb"),
-        (TrackioLogger, "trackio"),
         (TensorBoardLogger, "tensorboard"),
         (MLflowLogger, "mlflow"),
-        (OpenTelemetryLogger, "opentelemetry"),
     ],
 )
 def test_a_missing_package(kind: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +342,8 @@ def test_importing_brings_none_of_the_large_packages() -> None:
         "import sys, exogym.logger, exogym.core.record.history, exogym.core.record.bar as b\n"
         "b.Bar(3, None).start({})\n"
         "exogym.logger.WandbLogger(project='p'); exogym.logger.TensorBoardLogger('x')\n"
-        "exogym.logger.TrackioLogger(project='p'); exogym.logger.MLflowLogger(project='p')\n"
-        "exogym.logger.OpenTelemetryLogger()\n"
-        "large = {'rich', 'wandb', 'tensorboard', 'pandas', 'trackio', 'mlflow', 'opentelemetry'}\n"
+        "exogym.logger.MLflowLogger(project='p')\n"
+        "large = {'rich', 'wandb', 'tensorboard', 'pandas', 'mlflow'}\n"
         "print(sorted(large & sys.modules.keys()))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
@@ -520,78 +512,6 @@ def test_wandb_leaves_a_run_of_the_users_alone(history: History, offline: Path) 
     assert found == [1, 5]
 
 
-# Trackio
-
-TRACKIO = """
-import json, os, sys
-
-def watch(event, args):
-    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto"):
-        print(event, args, file=sys.stderr, flush=True)
-        os._exit(3)  # an exception might be caught
-
-sys.addaudithook(watch)
-import trackio
-from trackio import context_vars
-from trackio.sqlite_storage import SQLiteStorage
-from exogym.logger import TrackioLogger
-
-users = trackio.init("users", name="mine", auto_log_cpu=False, auto_log_gpu=False) if "user" in sys.argv else None
-logger = TrackioLogger("gym", "first", {"extra": 1})
-given = json.load(sys.stdin)
-logger.start(given["run"])
-for record in given["records"]:
-    logger.log(record)
-logger.finish({})
-assert context_vars.current_run.get() is users
-if users is not None:
-    users.log({"mine": 1})
-    users.finish()
-found = {project: SQLiteStorage.get_logs(project, run)
-         for project, run in [("gym", "first")] + [("users", "mine")] * (users is not None)}
-config = trackio.Api().runs("gym")[0].config
-print(json.dumps({"logs": found, "config": config}))
-"""
-
-
-def trackio_has(history: History, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Log to Trackio in a process of its own, where whoever reaches for the network fails."""
-    given = json.dumps({"run": RUN | {"seed": 5}, "records": list(history)})
-    around = {name: x for name, x in os.environ.items() if not name.startswith(("HF_", "TRACKIO_"))}
-    around |= {"TRACKIO_DIR": str(folder), "HF_TOKEN": "hf_nobody", "HF_HOME": str(folder / "hf")} | environment
-    return subprocess.run(
-        [sys.executable, "-c", TRACKIO, *words], input=given, env=around, capture_output=True, text=True, timeout=300
-    )
-
-
-def told(done: subprocess.CompletedProcess[str]) -> Any:
-    assert done.returncode == 0, done.stderr
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-
-
-def test_trackio_gets_one_call_a_step_and_asks_nobody(history: History, tmp_path: Path) -> None:
-    found = told(trackio_has(history, tmp_path))
-    logged: dict[str, list[tuple[int, float]]] = {}
-    for values in found["logs"]["gym"]:
-        for name, value in values.items():
-            if name not in ("step", "timestamp"):
-                logged.setdefault(name, []).append((values["step"], value))
-    assert logged == expected(history)
-    assert {k: found["config"][k] for k in ("num_nodes", "strategy", "seed", "extra")} == RUN | {"seed": 5, "extra": 1}
-    assert found["config"]["_Username"] is None
-
-
-def test_trackio_leaves_a_run_of_the_users_alone(history: History, tmp_path: Path) -> None:
-    logs = told(trackio_has(history, tmp_path, "user", HF_HUB_OFFLINE="1"))["logs"]
-    assert [values["step"] for values in logs["gym"]] == [0, 1, 2, 3, 4] and len(logs["users"]) == 1
-
-
-def test_a_folder_of_trackio_that_cannot_be_written_is_told_at_the_start(history: History, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    done = trackio_has(history, tmp_path, TRACKIO_DIR=str(tmp_path / "file" / "sub"))
-    assert done.returncode and "choose another folder" in done.stderr
-
-
 # MLflow
 
 MLFLOW = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's own use of SQLAlchemy
@@ -705,21 +625,16 @@ def test_mlflow_that_cannot_be_used_is_told_at_the_start(where: str, tmp_path: P
 
 @MLFLOW
 @pytest.mark.parametrize("processes", [1, 2])
-def test_mlflow_and_opentelemetry_follow_a_run_that_fails_is_stopped_and_ends(
-    processes: int, database: str, tmp_path: Path
-) -> None:
+def test_mlflow_follows_a_run_that_fails_is_stopped_and_ends(processes: int, database: str, tmp_path: Path) -> None:
     """The status of each MLflow run, newest first, and in the last one each value as in the history."""
     import torch
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
     from exogym import LocalTrainer
     from exogym.strategy import DiLoCoStrategy
 
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    logger, reader = MLflowLogger("fit", f"{processes}", database), InMemoryMetricReader()
-    telemetry = OpenTelemetryLogger(MeterProvider([reader]))
+    logger = MLflowLogger("fit", f"{processes}", database)
 
     def raises(error: BaseException, at: int) -> Any:
         def callback(loop: Any) -> None:
@@ -734,7 +649,7 @@ def test_mlflow_and_opentelemetry_follow_a_run_that_fails_is_stopped_and_ends(
         torch.nn.init.zeros_(trainer.model.bias)
         trainer.fit(
             DiLoCoStrategy(H=2, lr=0.1), num_nodes=2, max_steps=9, batch_size=4, processes=processes, device="cpu",
-            logger=[logger, telemetry], callbacks=list(callbacks), save_dir=tmp_path / "kept", checkpoint_interval=2,
+            logger=logger, callbacks=list(callbacks), save_dir=tmp_path / "kept", checkpoint_interval=2,
             resume=True,
         )  # fmt: skip
         return trainer
@@ -756,80 +671,3 @@ def test_mlflow_and_opentelemetry_follow_a_run_that_fails_is_stopped_and_ends(
     assert values.keys() == wanted.keys()
     for name in wanted.keys() - {"wall_s"}:
         assert values[name] == wanted[name], name
-    if processes == 1:
-        assert collected(reader)["exogym.step"] == [({}, 9)]
-
-
-# OpenTelemetry
-
-
-def collected(reader: Any) -> dict[str, list[tuple[dict[str, Any], float]]]:
-    """Return what an exporter would send: {name: [(attributes, value)]}."""
-    data = reader.get_metrics_data()
-    metrics = [x for r in data.resource_metrics for s in r.scope_metrics for x in s.metrics] if data else []
-    return {x.name: [(dict(p.attributes), p.value) for p in x.data.data_points] for x in metrics}
-
-
-def test_opentelemetry_has_the_newest_values(history: History) -> None:
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-
-    reader = InMemoryMetricReader()
-    logger = OpenTelemetryLogger(MeterProvider([reader]), "first", {"extra": 1})
-    write(
-        logger, [*history, {"step": 5, "node": None, "bad(name)": 1.0, "nan": float("nan"), "text": "x"}], finish=False
-    )
-    found, mine = collected(reader), {"run": "first"}
-    options = {"num_nodes": "2", "strategy.name": "DiLoCo", "strategy.H": "2", "extra": "1"}
-    assert found.pop("exogym.run") == [(mine | options, 1)]
-    wanted: dict[str, list[tuple[dict[str, Any], float]]] = {
-        "exogym.step": [(mine, 5)],
-        "exogym.bad_name_": [(mine, 1.0)],
-    }
-    for tag, points in expected(history).items():
-        node, _, name = tag.rpartition("/")
-        attributes = mine | ({"node": int(node[5:])} if node else {})
-        wanted.setdefault(f"exogym.{name}", []).append((attributes, points[-1][1]))
-    assert {name: sorted(x, key=str) for name, x in found.items()} == {n: sorted(x, key=str) for n, x in wanted.items()}
-    logger.finish({})
-    assert collected(reader)["exogym.run"] == [(mine | options, 0)]
-
-
-def test_opentelemetry_exports_the_last_values_at_the_end(history: History) -> None:
-    import io
-
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
-
-    out = io.StringIO()
-    reader = PeriodicExportingMetricReader(ConsoleMetricExporter(out), export_interval_millis=3_600_000)
-    provider = MeterProvider([reader])
-    write(OpenTelemetryLogger(provider), history)
-    (sent,) = out.getvalue().strip().split("\n}\n")
-    metrics = {
-        x["name"]: x for r in json.loads(sent)["resource_metrics"] for s in r["scope_metrics"] for x in s["metrics"]
-    }
-    assert metrics["exogym.tx_bytes"]["unit"] == "By" and metrics["exogym.wall_s"]["unit"] == "s"
-    assert metrics["exogym.val_loss"]["data"]["data_points"][0]["value"] == 3.0
-    provider.shutdown()
-
-
-def test_opentelemetry_that_fails_is_told_and_training_goes_on(
-    history: History, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, PeriodicExportingMetricReader
-
-    with open("/dev/full", "w", buffering=1) as full:
-        reader = PeriodicExportingMetricReader(ConsoleMetricExporter(full), export_interval_millis=3_600_000)
-        provider = MeterProvider([reader])
-        write(OpenTelemetryLogger(provider), history)
-        assert "No space left" in capfd.readouterr().err + caplog.text
-        provider.shutdown()
-
-
-def test_without_a_provider_opentelemetry_refuses() -> None:
-    with pytest.raises(ArgumentError, match="no OpenTelemetry provider, so no value would be exported: give provider="):
-        write(OpenTelemetryLogger(), [])
-    with pytest.raises(ArgumentError, match="provider='x' is not a MeterProvider"):
-        write(OpenTelemetryLogger("x"), [])
