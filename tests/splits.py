@@ -137,7 +137,6 @@ def seen(node):
 
 # each called with what makes `node=` of a mesh, or nothing of it
 PIPELINES = {
-    "gpipe": pipelined(schedule="gpipe", microbatches=2),
     "uneven": pipelined(given={"batch_size": 7}, microbatches=3),
     "passes": pipelined(given={"minibatch_size": 5}, microbatches=2),
     "lengths": pipelined(given={"dataloader_kwargs": {"collate_fn": short}}, microbatches=2),

@@ -4,6 +4,6 @@
 nodes nothing changes: a strategy trains as if every node were one device.
 """
 
-from exogym.mesh.value import SCHEDULES, NodeMesh, PipelineParallel, Stage
+from exogym.mesh.value import NodeMesh, PipelineParallel, Stage
 
-__all__ = ["SCHEDULES", "NodeMesh", "PipelineParallel", "Stage"]
+__all__ = ["NodeMesh", "PipelineParallel", "Stage"]

@@ -1,14 +1,13 @@
 """Gather the whole model on each device of a node once per step; rows and optimizer state stay divided.
 
 Before a step's gradient, the devices on the axis "shard" gather each other's parts of the parameters and compute with
-the whole parameters. Afterward each device receives summed gradients: for all parameters with zero=1, for its own part
-with zero=2 or 3 (Rajbhandari et al., arXiv:1910.02054). Only pipeline stages (`mesh.staged`) use zero=3 here: they
-free the gathered memory after the step. The devices on the axis "tensor" compute layers together (`mesh.tensors`).
-If several processes need the same elements, one process stores these elements in its row and sends them to the others
-before the step (`mesh.places`).
+the whole parameters. Afterward each device receives summed gradients, for its own part (Rajbhandari et al.,
+arXiv:1910.02054). Only pipeline stages (`mesh.staged`) use zero=3 here: they free the gathered memory after the step.
+The devices on the axis "tensor" compute layers together (`mesh.tensors`). If several processes need the same elements,
+one process stores these elements in its row and sends them to the others before the step (`mesh.places`).
 
 With k shards and P parameters of b bytes, a process sends (k-1)/k b P bytes per step to gather parameters. It sends the
-same number of bytes for gradients, or twice as many with zero=1.
+same number of bytes for gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from exogym.errors import ModelError
 from exogym.mesh.places import box_shape
-from exogym.mesh.sending import gather, hand_on, scatter_sums, sums
+from exogym.mesh.sending import gather, hand_on, scatter_sums
 from exogym.mesh.split import Context, Loss, Part, Placed, passes
 from exogym.mesh.torch_private import hold_local, take_gradient
 
@@ -158,7 +157,7 @@ class Replicated(Placed):
                 grad = given[k]
                 grads.append(self._empty[k].new_zeros(self._shapes[k]) if grad is None else grad)
             if self.mesh.shard > 1 and grads:
-                grads = (sums if self.mesh.zero == 1 else scatter_sums)(self.along["shard"], grads)
+                grads = scatter_sums(self.along["shard"], grads)
             pieces = dict(zip(here, grads, strict=True))
             for k, told in self.hand_on("stages", pieces, self._takes["stages"], self._gives["stages"], these):
                 pieces[k] += told  # towards the owner

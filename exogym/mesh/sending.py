@@ -31,12 +31,6 @@ def scatter_sums(along: Columns, wholes: Sequence[Tensor]) -> list[Tensor]:
     return _like(total, own)
 
 
-def sums(along: Columns, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """All-reduce: sum the tensors `wholes` over all processes; return this process's range of each first axis."""
-    told = _like(along.sum(_flat(wholes)), wholes)
-    return _rows(told, _ranges(along, told)[along.part])
-
-
 def hand_on(
     along: Columns, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:

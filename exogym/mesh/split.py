@@ -218,7 +218,7 @@ def other_ways(mesh: NodeMesh) -> ModelError:
     return ModelError(
         f"with {mesh} the devices of a node use the model differently: they run different blocks, run blocks in "
         "different orders, or have gradients of different parameters (experts, or layers left out at random). So they "
-        "would gather the wrong tensors. Give zero=2 or zero=1, where each device has the whole model"
+        "would gather the wrong tensors. Give zero=2, where each device has the whole model"
     )
 
 

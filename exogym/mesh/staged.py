@@ -6,8 +6,7 @@ The model's code stays as it is. Each stage runs the model's own forward pass:
 - At the stage's first cut, the received activations replace the module's output.
 - At the stage's last cut, the pass stops, and the output goes to the next stage. The last stage computes the loss.
 
-torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965) or 1F1B (Narayanan et
-al., arXiv:2104.04473).
+torch (`torch.distributed.pipelining`) schedules the work by 1F1B (Narayanan et al., arXiv:2104.04473).
 
 The first stage that uses a parameter stores it in its row. If a later stage also uses the parameter (a head tied to the
 embedding), this stage receives the parameter from the first stage and returns the gradient. If shards divide a stage,
@@ -42,7 +41,6 @@ from exogym.mesh.splits import stages_holding, stages_of
 from exogym.mesh.torch_private import Hollow, hold_local
 from exogym.mesh.wire import NodeColumns
 
-SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 
 
@@ -127,9 +125,7 @@ class Staged(Replicated):
             input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
             output_args=between[k] if k < last else torch.zeros(1, device=self.device),
         )  # fmt: skip
-        schedule = SCHEDULES[self.mesh.schedule](
-            stage, len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
-        )
+        schedule = pipelining.Schedule1F1B(stage, len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum())
         self._schedules[key] = schedule, stage
         return schedule, stage
 

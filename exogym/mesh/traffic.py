@@ -7,9 +7,9 @@ one at a time (`splits.blocks_of`). In one forward and backward pass over its ex
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
 
 Each parameter is padded: its first axis counts as the next multiple of k. With zero=2, the traffic is a reduce-scatter
-of the gradients, (k-1)/k b P, and an all-gather of the same size for the parameters that the optimizer changed. With
-zero=1, it is an all-reduce, 2 (k-1)/k b P, and the same all-gather. With zero=1 and zero=2, gradients are not padded.
-In a pipeline, each stage's shards are gathered once a step, as with zero=2, for any number of micro-batches.
+of the gradients, (k-1)/k b P, and an all-gather of the same size for the parameters that the optimizer changed;
+gradients are not padded. In a pipeline, each stage's shards are gathered once a step, as with zero=2, for any number of
+micro-batches.
 
 **Tensor split.** t devices compute each layer together. A layer has inputs of x and outputs of y bytes. "colwise" sums
 the inputs' gradients by an all-reduce of x bytes. "colwise_rep" also gathers its outputs by an all-gather of y/t bytes.
@@ -129,7 +129,7 @@ class InsideTraffic:
             count = sum(len(mesh.micro_batches(max(shares))) for shares in passes)
             return others * mesh.tensor * (count * sum(p.padded * p.gathers for p in self._parameters) + padded)
         summed = sum(p.size * p.stages for p in self._parameters)
-        return others * mesh.tensor * (padded + (2 * summed if mesh.zero == 1 else summed))
+        return others * mesh.tensor * (padded + (summed))
 
     def _of_layers(self, examples: int) -> float:
         total = 0.0

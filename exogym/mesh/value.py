@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from exogym.errors import ArgumentError, check_choice, check_count, checked, retired
+from exogym.errors import ArgumentError, check_count, checked
 
-SCHEDULES = ("gpipe", "1f1b")  # orders in which a pipeline takes its micro-batches
 BUSY = 4  # default micro-batches per stage
 
 
@@ -110,9 +109,8 @@ class NodeMesh:
             of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. A run in one process does
             not call it. If it is None, ExoGym splits the model by the model's known plan.
         zero: what the `shard` devices share. 3 shares parameters, gradients and optimizer state (`fully_shard`); 2
-            shares gradients and optimizer state; 1 shares the optimizer state only. In a pipeline, 3 gathers the
-            parameters once a step and frees them after the step.
-        schedule: order of a pipeline's work: "gpipe" or "1f1b".
+            shares gradients and optimizer state. In a pipeline, 3 gathers the parameters once a step and frees them
+            after the step.
         probe: True compares the first batch's gradients with the whole model's gradients, and refuses a split with
             other gradients. A smaller model of the same kind, given instead, is compared in the same way. False trusts
             the split.
@@ -125,7 +123,7 @@ class NodeMesh:
         pipeline: the `PipelineParallel` with your own stages, or None.
 
     Raises:
-        ArgumentError: a size is not a whole number of at least 1; the schedule or zero is unknown; pipeline options
+        ArgumentError: a size is not a whole number of at least 1; zero is unknown; pipeline options
             without stages; fewer micro-batches than stages.
 
     >>> mesh = NodeMesh(shard=2, stages=2, microbatches=4)
@@ -141,7 +139,6 @@ class NodeMesh:
     microbatches: int | None = None
     parallelize: Callable[[nn.Module, Any], Any] | None = None
     zero: int = 3
-    schedule: str = "1f1b"
     probe: bool | nn.Module = True
 
     def __post_init__(self) -> None:
@@ -151,14 +148,10 @@ class NodeMesh:
             if isinstance(self.stages, list | tuple):
                 raise ArgumentError("stages is a list: give a number, or PipelineParallel(stages=[...])")
             check_count("stages", self.stages)
-        if isinstance(self.zero, bool) or self.zero not in (1, 2, 3):
-            raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3 (see NodeMesh)")
+        if isinstance(self.zero, bool) or self.zero not in (2, 3):
+            raise ArgumentError(f"zero={self.zero!r} must be 2 or 3; what 1 shares, 2 shares too, and sends less")
         if self.zero != 3 and self.shard == 1:
             raise ArgumentError(f"zero={self.zero} has no effect with shard=1: give shard= over 1, or leave zero out")
-        if (instead := retired(str(self.schedule).lower(), "schedule")) is not None:
-            raise ArgumentError(f"schedule={self.schedule!r}: {instead}")
-        check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
-        object.__setattr__(self, "schedule", str(self.schedule).lower())
         if self.parallelize is not None and not callable(self.parallelize):
             raise ArgumentError(f"parallelize={self.parallelize!r} must be a function of (model, mesh)")
         if not isinstance(self.probe, bool | nn.Module):
@@ -169,9 +162,8 @@ class NodeMesh:
         if self.microbatches is not None:
             check_count("microbatches", self.microbatches)
         if self.depth == 1:
-            for name, default in (("microbatches", None), ("schedule", "1f1b")):
-                if getattr(self, name) != default:
-                    raise ArgumentError(f"{name}={getattr(self, name)!r} is for a pipeline: give stages= over 1 too")
+            if self.microbatches is not None:
+                raise ArgumentError(f"microbatches={self.microbatches} is for a pipeline: give stages= over 1 too")
             return
         if self.microbatches is not None and self.pipeline is not None and self.pipeline.micro_batch_size is not None:
             raise ArgumentError(
@@ -264,7 +256,7 @@ class NodeMesh:
         if self.shard > 1:
             told["zero"] = self.zero
         if self.depth > 1:
-            told["schedule"] = self.schedule
+            told["schedule"] = "1f1b"
             told["microbatches"] = self.microbatches
             told["micro_batch_size"] = None if self.pipeline is None else self.pipeline.micro_batch_size
         return told

@@ -11,7 +11,7 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 QUARTERS = {  # of four processes that are one node
     "stages=2, shard=2": {},
     "stages=2, shard=2, zero=2, microbatches=3": {"batch_size": 7},
-    "stages=2, shard=2, zero=1": {"minibatch_size": 5},
+    "stages=2, shard=2, zero=2": {"minibatch_size": 5},
     "stages=2, tensor=2": {},
     "shard=2, tensor=2, zero=2": {},
     "shard=2, tensor=2": {},

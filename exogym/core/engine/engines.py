@@ -268,7 +268,7 @@ def several_devices(where: str) -> Any:
     """Return the class that makes nodes of several devices of the option `node` of `where`, "fit" or "attach".
 
     >>> several_devices("fit").sharing([2, 2])
-    NodeMesh(shard=2, tensor=1, stages=1, microbatches=None, parallelize=None, zero=3, schedule='1f1b', probe=True)
+    NodeMesh(shard=2, tensor=1, stages=1, microbatches=None, parallelize=None, zero=3, probe=True)
     """
     home, kind = DEVICES[where]
     return getattr(importlib.import_module(home), kind)
