@@ -253,9 +253,7 @@ STRATEGIES: dict[str, Entry] = {  # of the core, and of users
     "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 CONTRIB: dict[str, Entry] = {  # of `exogym.contrib`: their laws are in tests/contrib
-    "slowmo": Entry(
-        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
-    ),
+    "slowmo": Entry(lambda: SlowMoStrategy("adamw", lr=0.02, H=4), lambda row, steps: row * steps / 4),
     "pier": Entry(
         lambda: PierStrategy(lr=0.02, H=4, outer_lr=0.7, outer_momentum=0.6, warmup=0.3),
         lambda row, steps: row * (4 * math.ceil(0.3 * steps / 4) + steps // 4 - math.ceil(0.3 * steps / 4)),

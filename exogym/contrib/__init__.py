@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from exogym.contrib.qfedavg import QFedAvgStrategy
     from exogym.contrib.quantized_reduce import QuantizedReduceStrategy
     from exogym.contrib.robust import NormCap, Robust
-    from exogym.contrib.secure_aggregation import Secure
+    from exogym.contrib.secure_sums import Secure
     from exogym.contrib.slowmo import SlowMoStrategy
     from exogym.contrib.snoo import SNOOStrategy
 else:

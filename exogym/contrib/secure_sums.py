@@ -1,5 +1,7 @@
 """Secure aggregation: the server learns the sum of the clients' messages, but no single message.
 
+    Secure(FedAvgStrategy(H=5))
+
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
 parties). n members start the protocol. A member comes through if it finishes the protocol. t = floor(n/2) + 1 shares
 recover a secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
@@ -33,15 +35,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.contrib.robust import wrapped
 from exogym.core.base.rng import stream_seed
+from exogym.core.communicator import Communicator
 from exogym.core.communicator.wire import Wire
 from exogym.errors import ArgumentError, TrainingError, check_count
+from exogym.strategy.averaging import Averaging
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.traffic import Traffic
 
 __all__ = ["SecureAggregation"]
 
@@ -218,3 +225,62 @@ def recovered(shares: Sequence[int], came: Sequence[int], members: Sequence[int]
         below = math.prod(at - other for other in others)
         total += shares[at - 1] * above * pow(below, -1, PRIME)
     return total % PRIME
+
+
+def Secure(
+    strategy: CommunicateOptimizeStrategy, settings: SecureAggregation | None = None
+) -> CommunicateOptimizeStrategy:
+    """Return the strategy, with means that a server computes without seeing any node's values.
+
+    Args:
+        strategy: a strategy of modules.
+        settings: how integers represent values; None means `SecureAggregation()`.
+
+    Raises:
+        ArgumentError: `settings` is something else, or the strategy does not send sums only.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> Secure(DiLoCoStrategy(H=5)).averaging
+    SecureAveraging(secure_aggregation=True)
+    """
+    return wrapped(strategy, SecureAveraging, secure_aggregation=True if settings is None else settings)
+
+
+@dataclass(frozen=True, repr=False)
+class SecureAveraging(Averaging):
+    """The averages of `Secure`.
+
+    Args:
+        secure_aggregation: True, or a `SecureAggregation` with your arguments.
+    """
+
+    secure_aggregation: bool | SecureAggregation = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.secure_aggregation is not True and not isinstance(self.secure_aggregation, SecureAggregation):
+            raise ArgumentError(f"settings={self.secure_aggregation!r} must be a SecureAggregation, or None")
+
+    @property
+    def secure(self) -> SecureAggregation:
+        """The settings of secure aggregation."""
+        given = self.secure_aggregation
+        return given if isinstance(given, SecureAggregation) else SecureAggregation()
+
+    @property
+    def sums_buckets(self) -> bool:  # type: ignore[override]
+        return False
+
+    def features(self) -> dict[str, str]:
+        return super().features() | {"secure_aggregation": f"secure_aggregation={self.secure_aggregation!r}"}
+
+    def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
+        return [
+            Traffic(kind, size, t.every_steps, t.members, "server")
+            for t in given
+            for kind, size in self.secure.sent(t.payload_bytes / b, t.payload_bytes, t.members or N)
+        ]
+
+    def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
+        super().bind(comm, weighs, seed)
+        comm.secure = replace(self.secure, seed=seed)

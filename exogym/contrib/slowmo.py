@@ -8,12 +8,10 @@ gamma is the inner learning rate of the last of these steps:
     u       <- beta u + (theta - xbar) / gamma
     theta   <- theta - alpha gamma u,   theta_i <- theta
 
-The option `buffers` keeps, resets or averages the inner optimizers' states (the paper's "buffers").
-
-Payload: P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each
-averaged inner optimizer state adds the same number of bytes. With beta = 0 and alpha = 1 SlowMo is local SGD. With a
-constant gamma SlowMo is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the
-momentum mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient.
+Payload: P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Inner
+optimizers keep their states (the paper's "maintain"). With beta = 0 and alpha = 1 SlowMo is local SGD. With a constant
+gamma SlowMo is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the momentum
+mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient.
 """
 
 from __future__ import annotations
@@ -23,9 +21,8 @@ from typing import Any, Unpack
 import torch
 from torch.optim import Optimizer
 
-from exogym.contrib.moments import Moments
 from exogym.core.fleet import Fleet
-from exogym.errors import StrategyError, check_choice, check_number
+from exogym.errors import StrategyError, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.outer import OuterRule
@@ -75,23 +72,17 @@ class SlowMoCommunicator(OuterModule):
         inner: the strategy's inner optimizer. The outer step uses its learning rate.
         H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
         slow_lr, slow_momentum: alpha and beta, the learning rate and the momentum of the outer step.
-        buffers: "maintain", "reset" or "average": whether the inner optimizers' states stay, are reset, or are averaged
-            over nodes at each outer step.
     """
 
-    def __init__(self, inner: Inner, H: RoundLength, slow_lr: float, slow_momentum: float, buffers: str):
+    def __init__(self, inner: Inner, H: RoundLength, slow_lr: float, slow_momentum: float):
         super().__init__()
         self.take_rounds(H)
-        check_choice("buffers", buffers, ("maintain", "reset", "average"))
         check_number("slow_lr", slow_lr, over=0)
         check_number("slow_momentum", slow_momentum, least=0, under=1)
         self.inner, self.slow_lr, self.slow_momentum = inner, slow_lr, slow_momentum
-        self.fresh_inner_state = buffers == "reset"
-        self.moments = Moments(inner.spec) if buffers == "average" else None
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        averages = 1 + (len(self.moments.kinds) if self.moments else 0)
-        return [Traffic("all_reduce", P * b, self.interval_steps)] * averages
+        return [Traffic("all_reduce", P * b, self.interval_steps)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -103,12 +94,6 @@ class SlowMoCommunicator(OuterModule):
         slow = OptimSpec(SlowMomentum, lr=1.0, slow_lr=self.slow_lr, momentum=self.slow_momentum)
         rule = OuterRule(slow, outer_lr_scheduler=at_the_end)
         self.outer = OuterParameters(fleet, rule, self.round_of(T) + 1)
-
-    def communicate(self, fleet: Fleet, step: int) -> None:
-        super().communicate(fleet, step)
-        if self.moments is not None:
-            for kind in self.moments.kinds:
-                self.moments.average(fleet, kind)
 
 
 class SlowMoStrategy(CommunicateOptimizeStrategy):
@@ -124,7 +109,7 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. gamma is the optimizer's own
             rate, not a parameter group's rate.
-        H, slow_lr, slow_momentum, buffers: see `SlowMoCommunicator`. slow_lr is alpha, the paper's is 1; slow_momentum
+        H, slow_lr, slow_momentum: see `SlowMoCommunicator`. slow_lr is alpha, the paper's is 1; slow_momentum
             is beta, the paper's are 0.4 to 0.8.
 
     >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
@@ -144,9 +129,7 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
         *,
         slow_lr: float = 1.0,
         slow_momentum: float = 0.5,
-        buffers: str = "maintain",
         **options: Unpack[InnerOptions],
     ):
         inner = Inner.of(inner_optim, options)
-        slow = SlowMoCommunicator(inner, H, slow_lr, slow_momentum, buffers)
-        super().__init__(inner_optim, [slow], **options)
+        super().__init__(inner_optim, [SlowMoCommunicator(inner, H, slow_lr, slow_momentum)], **options)

@@ -9,7 +9,7 @@ import torch
 from problems import MixedRegressor, Regressor, adamw, averaged, plain, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym.contrib.moments import Moments
+from exogym.contrib.desloc import Moments
 from exogym.errors import ArgumentError
 from exogym.strategy import DESLOCStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 

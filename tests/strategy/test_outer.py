@@ -293,7 +293,7 @@ def test_muloco_of_one_node_with_plain_outer_sgd_is_torchs_muon() -> None:
 # SlowMo
 
 
-def slowmo(gammas: list[float], H: int, alpha: float, beta: float, shared: bool = False) -> Tensor:
+def slowmo(gammas: list[float], H: int, alpha: float, beta: float) -> Tensor:
     theta = vector(Regressor())
     u = torch.zeros_like(theta)
     optimizers: list[torch.optim.Optimizer] = []
@@ -310,11 +310,6 @@ def slowmo(gammas: list[float], H: int, alpha: float, beta: float, shared: bool 
             theta = theta - alpha * gamma * u
             for m in models:
                 put(m, theta)
-            if shared:
-                for moments in zip(*(list(o.state.values()) for o in optimizers), strict=True):
-                    mean = torch.stack([m["momentum_buffer"] for m in moments]).mean(0)
-                    for m in moments:
-                        m["momentum_buffer"].copy_(mean)
 
     def build(parameters: Any) -> torch.optim.Optimizer:
         optimizers.append(torch.optim.SGD(parameters, lr=0.05, momentum=0.9, foreach=False))
@@ -331,19 +326,6 @@ def test_slowmo_is_its_rule_with_a_rate_that_changes() -> None:
     same(ours.rows, slowmo([0.05 * (1 - t / 12) for t in range(12)], 4, 0.8, 0.6))
     unlike(ours.rows, slowmo([0.05] * 12, 4, 0.8, 0.6))
     assert ours.payload.tolist() == [3 * 57 * 8.0] * 3
-
-
-def test_slowmo_with_shared_buffers() -> None:
-    options: dict[str, Any] = {"H": 4, "slow_momentum": 0.6}
-    averaged = train(SlowMoStrategy(MOMENTUM, buffers="average", **options), shards(3), 3)
-    same(averaged.rows, slowmo([0.05] * 12, 4, 1.0, 0.6, shared=True))
-    assert averaged.payload.tolist() == [2 * 3 * 57 * 8.0] * 3
-    kept = train(SlowMoStrategy(MOMENTUM, **options), shards(3), 3).rows
-    same(kept, slowmo([0.05] * 12, 4, 1.0, 0.6))
-    fresh = train(SlowMoStrategy(MOMENTUM, buffers="reset", **options), shards(3), 3).rows
-    unlike(averaged.rows, kept), unlike(fresh, kept)
-    with pytest.raises(ArgumentError, match="keeps no state"):
-        SlowMoStrategy("sgd", buffers="average")
 
 
 def test_slowmo_without_momentum_is_fedavg_and_with_a_constant_rate_diloco() -> None:
