@@ -161,11 +161,9 @@ def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
         f"8x8 handwritten digits, MLP 64-{hidden}-10",
         source,
         functools.partial(MLP, [64, hidden, 10]),
-        num_nodes=4,
         batch_size=4,
         max_steps=1000,
         lr=2e-3,
-        H=10,
         outer_lr=0.3,
         partitioner="dirichlet:1.0",
     )
@@ -179,11 +177,9 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
         f"28x28 handwritten digits, CNN of width {width}",
         mnist(data),
         functools.partial(SmallCNN, channels=1, size=28, width=width),
-        num_nodes=4,
         batch_size=8,
         max_steps=300,
         lr=2e-3,
-        H=10,
         outer_lr=0.4,
         partitioner="dirichlet:1.0",
     )
@@ -197,11 +193,9 @@ def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
         f"32x32 photographs of ten kinds, CNN of width {width}",
         cifar10(data),
         functools.partial(SmallCNN, channels=3, size=32, width=width),
-        num_nodes=4,
         batch_size=16,
         max_steps=400,
         lr=1e-3,
-        H=10,
         partitioner="dirichlet:1.0",
     )
 
@@ -231,11 +225,9 @@ def shakespeare_task(
         f"Shakespeare by the character, GPT of {n_layer} layers, {n_head} heads, width {n_embd}",
         source,
         model,
-        num_nodes=4,
         batch_size=8,
         max_steps=1000,
         lr=3e-3,
-        H=10,
         outer_lr=0.4,
         lr_scheduler="cosine",
         warmup_steps=50,
@@ -244,7 +236,7 @@ def shakespeare_task(
 
 
 def _task(name: str, description: str, source: Source, build: Callable[[], nn.Module], **settings: Any) -> Task:
-    return Task(name, description, source.origin, source.train, source.val, build, **settings)
+    return Task(name, description, source.origin, source.train, source.val, build, num_nodes=4, H=10, **settings)
 
 
 # A wing's task is named by its module and function, and loaded when a run needs it.

@@ -74,8 +74,7 @@ class Comparison:
         """Plot each strategy's mean validation loss, with a band over its seeds. Return a matplotlib figure.
 
         Args:
-            x: the horizontal axis: "bytes" that a node has sent; "step"; "time" (predicted seconds, with a network);
-                "wall" (seconds on this machine).
+            x: the horizontal axis: "bytes" that a node has sent; "step"; "time" (predicted seconds, with a network).
             log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and
                 for seconds if the longest run takes at least eight times as long as the shortest.
 
@@ -264,7 +263,7 @@ def _curve(label: str, title: str, histories: Histories) -> Curve:
 
     losses = np.stack([run.columns["val_loss"] for run in runs])
     time_s = mean("time_s") if runs[0].has("time_s") else None
-    return Curve(title, runs[0].columns["step"], losses, mean("tx_bytes"), time_s, mean("wall_s"), label)
+    return Curve(title, runs[0].columns["step"], losses, mean("tx_bytes"), time_s, label)
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

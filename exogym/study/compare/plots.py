@@ -32,7 +32,7 @@ FAR_APART = 8  # time has a logarithmic axis from this ratio of the runs' length
 LABEL_POINTS, LETTER_POINTS = 9.0, 5.4
 WIDEST_LEGEND = 0.65  # share of the picture
 LEGEND_POINTS = 40  # width of a legend without titles: its strokes and spaces
-AXES = ("step", "bytes", "time", "wall")  # that a curve can be drawn against
+AXES = ("step", "bytes", "time")  # that a curve can be drawn against
 MOST_LETTERS = 36  # of a title in a picture
 
 
@@ -46,7 +46,6 @@ class Curve:
         losses: (S, K) validation losses for S seeds.
         tx_bytes: (K,) bytes that a node had sent before each evaluation, mean over seeds.
         time_s: (K,) predicted seconds before each evaluation, mean over seeds. None without a network.
-        wall_s: (K,) seconds on this machine before each evaluation, mean over seeds. None if unknown.
         label: the strategy as written, which decides the curve's color. If `label` is "", the title decides the color.
     """
 
@@ -55,7 +54,6 @@ class Curve:
     losses: np.ndarray
     tx_bytes: np.ndarray
     time_s: np.ndarray | None = None
-    wall_s: np.ndarray | None = None
     label: str = ""
 
     @property
@@ -71,8 +69,7 @@ def figure_of(
     """Plot mean validation loss, with a band from the lowest to the highest seed. Return a matplotlib figure.
 
     Args:
-        x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds); "wall" (seconds on
-            this machine).
+        x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds).
         log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and for
             seconds if the longest run takes at least eight times as long as the shortest.
         network: the network's name, for the label of the axis "time".
@@ -90,16 +87,12 @@ def figure_of(
         is_log = log is None or log
         sent = [None if curve.is_silent and is_log else curve.tx_bytes for curve in curves]
         return _figure(curves, sent, heading, "bytes sent per node", readable_bytes, is_log, target_loss)
-    times = [curve.time_s if x == "time" else curve.wall_s for curve in curves]
-    known = [time_s for time_s in times if time_s is not None]
-    if len(known) < len(times):
-        what = (
-            "no predicted time: give compare a network" if x == "time" else "no measured seconds: train the runs again"
-        )
-        raise ArgumentError(f"x={x!r}: some runs have {what}, or choose another x")
+    known = [curve.time_s for curve in curves if curve.time_s is not None]
+    if len(known) < len(curves):
+        raise ArgumentError("x='time': some runs have no predicted time: give compare a network, or choose another x")
     ends = [float(time_s[-1]) for time_s in known]
     unit, unit_s = _unit_of(max(ends, default=1.0))
-    label = f"predicted {unit}{network and f' on {network}'}" if x == "time" else f"{unit} on this machine"
+    label = f"predicted {unit}{network and f' on {network}'}"
     far = bool(ends) and max(ends) >= FAR_APART * min(ends) > 0 if log is None else log
     return _figure(curves, [time_s / unit_s for time_s in known], heading, label, "{:g}".format, far, target_loss)
 

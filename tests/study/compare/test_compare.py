@@ -545,7 +545,7 @@ def test_of_many_curves_the_best_eight_have_names() -> None:
 
 
 def test_a_comparison_shows_itself(everything: Comparison) -> None:
-    for x in ("step", "bytes", "wall"):
+    for x in ("step", "bytes"):
         for log in (False, True):
             axes = everything.plot(x, log=log).axes[0]
             assert axes.get_xscale() == ("log" if log else "linear") and len(axes.lines) == len(everything.rows)
