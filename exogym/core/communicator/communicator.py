@@ -167,6 +167,8 @@ class Communicator(Moving):
     ) -> Tensor:
         waits = self._in_flight.pop(x.data_ptr(), None)
         if waits is None:
+            if flight is None:
+                return self.wire.reduce(x, group, op, share, everywhere=everywhere)
             return self.result_of(lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0], flight)
         with pulse.at(pulse.WAITING):
             for wait in waits:

@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.communicator.ledger import Event, Recorder
+from exogym.core.communicator.flights import Flights
+from exogym.core.communicator.ledger import Event
 from exogym.core.communicator.messages import as_bytes, from_bytes, hand_over, row_of_source, rows_of_givers
 from exogym.core.communicator.wire import Parcel, reduce_rows
 from exogym.errors import ArgumentError
 
 
-class Moving(Recorder):
+class Moving(Flights):
     """The collectives of a `Communicator` that move rows, and do not reduce them over all nodes."""
 
     def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
