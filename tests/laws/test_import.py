@@ -205,6 +205,7 @@ def test_a_flaw_is_seen(source: str, flaw: str, tmp_path: Path) -> None:
     "module, name",
     [
         ("exogym.clock", "draw_timeline"),
+        ("exogym.clock", "save_trace"),
         ("exogym.faults", "Diurnal"),
         ("exogym.contrib.rules", "Bulyan"),
         ("exogym.strategy.capabilities", "Tunable"),

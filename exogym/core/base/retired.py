@@ -38,7 +38,9 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
     "Clock.algorithms": "an event names its algorithm; Network.cost and Network.cheapest compare them",
     "Clock.outages": "Faults(absent=...) makes nodes absent in a run",
-    "clock.draw_timeline": "exogym ui draws a run's timeline; save_trace writes a file for ui.perfetto.dev",
+    **dict.fromkeys(
+        ("clock.draw_timeline", "clock.save_trace"), "exogym ui draws a run's timeline; save_spans writes it as JSON"
+    ),
     "faults.Diurnal": "Devices(...) and Trace(FILE, repeat_s=86400) say when clients are available",
     "callbacks.WeightAverage": "docs/recipes.md shows such a callback",
     "compare.timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",

@@ -1,7 +1,7 @@
 """Virtual time: how long each node computes, waits and sends, on a given network.
 
 `Clock` keeps every node's time. `StepTime` holds a step's duration. `flops_of` and `Device` turn work into seconds.
-`Span` and `save_trace` show when each node computed, sent and waited.
+`Span` and `save_spans` show when each node computed, sent and waited.
 
 The example computes the seconds of a step with 1e9 operations, on a device that you define:
 
@@ -33,7 +33,6 @@ __all__ = [
     "StepTime",
     "flops_of",
     "save_spans",
-    "save_trace",
     "seconds_of",
 ]
 
@@ -41,6 +40,6 @@ if TYPE_CHECKING:
     from exogym.core.clock.clock import Clock
     from exogym.core.clock.devices import DEVICES, Device, flops_of, seconds_of
     from exogym.core.clock.steps import StepTime
-    from exogym.core.clock.timeline import TIMELINE, Span, save_spans, save_trace
+    from exogym.core.clock.timeline import TIMELINE, Span, save_spans
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -61,7 +61,7 @@ class Clock:
         num_nodes: the number of nodes, N.
         network: a `Network`, or text for `Network.parse`.
         step_seconds: a `StepTime`, or the `seconds` of a `StepTime` (a number, text, or one of these per node).
-        timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_trace`.
+        timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_spans`.
 
     Attributes:
         steps: (N,) steps of each node so far.

@@ -1,10 +1,8 @@
-"""Record when each node computed, waited and sent, and write it as a trace for a browser or as JSON."""
+"""Record when each node computed, waited and sent, and write it as JSON."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,20 +65,6 @@ class Timeline:
             return
         self._last[node] = len(self.spans)
         self.spans.append(Span(node, kind, begin_s, end_s, name))
-
-
-def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
-    """Write spans as a trace for Perfetto or chrome://tracing: one line per node, in virtual microseconds."""
-    nodes = sorted({span.node for span in spans})
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": node, "args": {"name": f"node {node}"}} for node in nodes
-    ]
-    for span in spans:
-        start_us, end_us = span.start_s * 1e6, span.end_s * 1e6
-        event = {"name": span.name or span.kind, "cat": span.kind, "ph": "X", "pid": 0, "tid": span.node}
-        events.append(event | {"ts": round(start_us, 3), "dur": round(end_us - start_us, 3)})
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
 def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,6 @@
 """Virtual time: its sums, its laws, and that it goes on where it stopped."""
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from exogym.core.clock import DEVICES, Clock, Device, StepTime, flops_of, save_trace, seconds_of
+from exogym.core.clock import DEVICES, Clock, Device, StepTime, flops_of, seconds_of
 from exogym.core.clock.clock import PARTS
 from exogym.core.communicator import Communicator, Event
 from exogym.errors import ArgumentError, ModelError
@@ -231,7 +230,7 @@ def test_it_goes_on_where_it_stopped(network):
 # The timeline
 
 
-def test_spans_cover_the_time(tmp_path):
+def test_spans_cover_the_time():
     clock = Clock(N, LINE, SPREAD, timeline=True)
     busy(clock)
     kinds = {"compute": "computing", "wait": "waiting", "send": "sending"}
@@ -242,12 +241,6 @@ def test_spans_cover_the_time(tmp_path):
         for kind, part in kinds.items():
             total = sum(s.end_s - s.start_s for s in mine if s.kind == kind)
             assert total == pytest.approx(clock.seconds(part)[node], abs=1e-7)
-    save_trace(clock.spans, tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    bars = [e for e in events if e["ph"] == "X"]
-    assert len(bars) == len(clock.spans) and {e["tid"] for e in events} == set(range(N))
-    assert max(e["ts"] + e["dur"] for e in bars) == pytest.approx(clock.time_s.max() * 1e6, abs=0.01)
-    assert {"compute", "ring all_reduce"} <= {e["name"] for e in bars}
 
 
 # Work
