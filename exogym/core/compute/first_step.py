@@ -66,11 +66,16 @@ def look(
                 f"the model makes or resizes buffers in its first step and changes them later ({late[:3]}), so no "
                 "node would start with the right values: make them in __init__ with their final shape"
             )
-    other = (lambda: batch) if another is None else another
-    exact = Device(worker.device).is_cpu
-    refuse_carried(
-        worker.model, attributes, lambda batch: _trial_step(worker, batch), batch, other, 0.0 if exact else 1e-4
-    )
+    allowed = attributes.allowed()
+    if changed := [path for path in attributes.differing(attributes.now(), 0.0) if path not in allowed]:
+        from exogym.core.compute.carried import refuse_carried
+
+        other = (lambda: batch) if another is None else another
+        exact = Device(worker.device).is_cpu
+        refuse_carried(
+            attributes, changed, lambda batch: _trial_step(worker, batch), batch, other, 0.0 if exact else 1e-4
+        )
+    attributes.put_back(path for path in allowed if path in attributes.kept)
 
 
 def _fails_alone(worker: Worker, batch: Any) -> bool:
@@ -222,13 +227,17 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module):
-        self.modules = dict(model.named_modules())
+        self.model, self.modules = model, dict(model.named_modules())
         self.kept = {
             f"{name}.{key}" if name else key: _Value(value, set(), 0)
             for name, module in self.modules.items()
             for key, value in vars(module).items()
             if key not in _OWN
         }
+
+    def now(self) -> Attributes:
+        """Return another copy, of the attributes as they are now."""
+        return Attributes(self.model)
 
     def allowed(self) -> set[str]:
         """Return the paths of the attributes that modules list as harmless, in `shared_attributes`.
@@ -266,74 +275,6 @@ class Attributes:
                 self.modules[name].__dict__[key] = self.kept[path].restored()
             else:
                 self.modules[name].__dict__.pop(key, None)
-
-
-def refuse_carried(
-    model: nn.Module, before: Attributes, trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
-    tolerance: float,
-) -> None:  # fmt: skip
-    """Refuse a model if a training step changes an attribute that later steps use.
-
-    The test takes a step on `batch` twice. The first step starts with the attribute's first value. Then a step on
-    another batch, with other parameters, may change the attribute, and the second step starts with the changed value.
-    If both steps on `batch` give the same loss and leave the same attribute, the attribute is harmless: the model
-    writes the attribute before reading it, or makes a value that never changes.
-
-    Args:
-        before: a copy of the attributes from before the first step. One step was taken after the copy.
-        trial: takes a training step on a batch, undoes everything except changes of attributes, and returns the loss.
-        another: returns another batch. If its tensors have other shapes, the test uses `batch` again.
-        tolerance: relative tolerance for floats; 0 if computing twice gives the same bits.
-
-    Raises:
-        ModelError: an attribute changes later steps. The message names the attribute and the remedy.
-    """
-    allowed = before.allowed()
-    changed = [path for path in before.differing(Attributes(model), 0.0) if path not in allowed]
-    if changed:
-        before.put_back(changed)
-        loss, after = trial(batch), Attributes(model)
-        before.put_back(changed)
-        other = another()
-        with _other_parameters(model):
-            trial(other if _shapes(other) == _shapes(batch) else batch)
-        again = trial(batch)
-        unlike = after.differing(Attributes(model), tolerance)
-        same = torch.allclose(loss, again, rtol=tolerance, atol=tolerance, equal_nan=True)
-        carried = [path for path in changed if path in unlike] or ([] if same else changed)
-        if carried:
-            before.put_back(changed)
-            name, _, key = carried[0].rpartition(".")
-            raise ModelError(
-                f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. All nodes "
-                "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer with "
-                f"self.register_buffer({key!r}, torch.tensor(...)) and change it in place: then every node has its "
-                f"own. If training does not depend on the attribute, allow it: {ALLOWED} = ({key!r},) in class "
-                f"{type(before.modules[name]).__name__}"
-            )
-    before.put_back(path for path in allowed if path in before.kept)
-
-
-@contextlib.contextmanager
-def _other_parameters(model: nn.Module) -> Iterator[None]:
-    """Change the trainable parameters within this context."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.detach().clone() for p in trainable]
-    try:
-        with torch.no_grad():
-            for p in trainable:
-                p.mul_(1.02).add_(1e-3)
-        yield
-    finally:
-        with torch.no_grad():
-            for p, value in zip(trainable, kept, strict=True):
-                p.copy_(value)
-
-
-def _shapes(batch: Any) -> list[torch.Size]:
-    found: list[torch.Size] = []
-    map_tensors(batch, lambda x: found.append(x.shape))
-    return found
 
 
 class _Value:
