@@ -31,17 +31,20 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
+import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.errors import check_count
+from exogym.core.training.order import NOBODY, Order, hold, ticks
+from exogym.errors import ArgumentError, check_count
+from exogym.network import Network
 from exogym.strategy.async_diloco import RuleServer
-from exogym.strategy.clocked import ClockedStrategy, IslandServer, check_numbers, check_rounds
+from exogym.strategy.clocked import ClockedStrategy, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Plan, Traffic
 
 
-class MergingServer(RuleServer, IslandServer):
+class MergingServer(RuleServer):
     """An island's server. It applies its nodes' Delta by delayed Nesterov, and merges the global server's parameters.
 
     Args:
@@ -76,15 +79,113 @@ class MergingServer(RuleServer, IslandServer):
         self.arrivals += 1
 
     def update(self, last: bool = False) -> list[Tensor] | None:
-        """Return D if K arrivals wait; with `last`, if any arrival waits."""
+        """Return D if K arrivals wait, otherwise None; with `last`, if any arrival waits."""
         if self.arrivals < (1 if last else self.accumulation):
             return None
         return [old - new for old, new in zip(self.merged, self.theta, strict=True)]
 
     def merge(self, theta: list[Tensor]) -> None:
+        """Merge the global server's `theta`, (P,) per block, into the island's theta."""
         for mine, merged, new in zip(self.theta, self.merged, theta, strict=True):
             merged.copy_(mine.lerp_(new, self.alpha))
         self.arrivals, self.version = 0, self.version + 1
+
+
+class Relays:
+    """Carries relays: the messages between the islands' servers and the global server above them.
+
+    An island's server sends its update up. The global server applies the update and sends its parameters down, and the
+    island's server merges them. An island has at most one relay under way. Nodes continue meanwhile: no node waits for
+    a relay, and relays use no node's line. A relay counts for the first node of its island, and takes as long as this
+    node's message to a server.
+
+    Args:
+        islands: each island's nodes.
+        servers: each island's server.
+        top: the global server.
+    """
+
+    def __init__(
+        self, islands: list[list[int]], servers: list[MergingServer], top: RuleServer, fleet: Fleet, order: Order
+    ):
+        check_islands(islands, order.clock.network)
+        self.islands, self.servers, self.top = islands, servers, top
+        self.fleet, self.order = fleet, order
+        self.rises = torch.zeros(len(islands), dtype=torch.bool)  # whether an island's relay goes up
+        self.messages = [[torch.zeros_like(x) for x in top.theta] for _ in islands]
+
+    def begin(self, island: int) -> None:
+        """Send the update of an island's server, if one is due and no relay of the island is under way."""
+        if self.order.relays[island] == NOBODY and (update := self.servers[island].update()) is not None:
+            self.order.relay(island, self._send(island, update, True, self.order.now))
+
+    def arrive(self) -> None:
+        """Carry out the arrival of the next relay."""
+        island = self.order.relayed()
+        end = self._deliver(island, self.order.now)
+        if end != NOBODY:
+            self.order.relay(island, end)
+
+    def settle(self) -> list[int]:
+        """Complete the relays under way. Return the tick of each island's merge, or `NOBODY`."""
+        ends = self.order.relays.tolist()
+        for island in sorted((i for i, end in enumerate(ends) if end != NOBODY), key=lambda i: (ends[i], i)):
+            ends[island] = self._complete(island, ends[island])
+        return ends
+
+    def finish(self, ends: list[int]) -> None:
+        """Send the updates that remain after `settle`, which returned `ends`. Nodes wait for their island's merge."""
+        order = self.order
+        for island, nodes in enumerate(self.islands):
+            update = self.servers[island].update(last=True)
+            if update is not None:
+                now = max(ends[island], int(ticks(order.clock)[nodes].max()))
+                ends[island] = self._complete(island, self._send(island, update, True, now))
+        for nodes, end in zip(self.islands, ends, strict=True):
+            hold(order.clock, nodes, end)
+
+    def _complete(self, island: int, end: int) -> int:
+        """Deliver the island's relay, which ends at the tick `end`, and the answer. Return the tick of the merge."""
+        after = self._deliver(island, end)
+        return end if after == NOBODY else self._complete(island, after)
+
+    def _deliver(self, island: int, now: int) -> int:
+        """Apply or merge the island's relay. Return the tick at which the answer arrives, or `NOBODY`."""
+        message = self.messages[island]
+        if not self.rises[island]:
+            self.servers[island].merge(message)
+            return NOBODY
+        self.top.apply(message, 0, 1, 1)
+        return self._send(island, self.top.theta, False, now)
+
+    def _send(self, island: int, values: list[Tensor], up: bool, now: int) -> int:
+        """Send (P,) `values` per block up or down. Return the tick at which they arrive."""
+        comm, first = self.fleet.comm, self.islands[island][0]
+        self.rises[island] = up
+        for message, x, block in zip(self.messages[island], values, self.fleet.blocks, strict=True):
+            message.copy_(x)
+            event = comm.push(block.params, first, "relay") if up else comm.pull(block.params, [first], "relay")
+            now = self.order.clock.relay(event, now)
+        return now
+
+    def state(self) -> dict[str, Tensor]:
+        named = {f"{i}.{b}": x for i, message in enumerate(self.messages) for b, x in enumerate(message)}
+        return named | {"rises": self.rises}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+
+
+def check_islands(islands: list[list[int]], network: Network) -> None:
+    """Raise ArgumentError if nodes of one island are in different groups of the `network`."""
+    group_of = network.group_of
+    for nodes in islands:
+        if group_of is not None and len(set(group_of[nodes].tolist())) > 1:
+            raise ArgumentError(
+                f"nodes {nodes[0]} to {nodes[-1]} are one island of the strategy, but they are in different groups of "
+                "the network: choose island_size so that each island is in one group"
+            )
 
 
 class HALoSStrategy(ClockedStrategy):
@@ -185,6 +286,9 @@ class HALoSStrategy(ClockedStrategy):
         theta = [block.params[0] for block in fleet.blocks]
         d = self.outer_delay
         return RuleServer(theta, "delayed_nesterov", K=d, eta=self.outer_lr * d, beta=self.outer_momentum)
+
+    def relays(self, islands: list[list[int]], servers: list[Any], fleet: Fleet, order: Order) -> Relays:
+        return Relays(islands, servers, self.global_server(fleet), fleet, order)
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         n, K = min(self.island_size or N, N), self.accumulation

@@ -71,21 +71,6 @@ class ParameterServer:
             setattr(self, name, type(getattr(self, name))(count))
 
 
-class IslandServer(ParameterServer):
-    """The server of an island, below a global server. Its theta is the island's own."""
-
-    def update(self, last: bool = False) -> list[Tensor] | None:
-        """Return the update for the global server, (P,) per block, or None if no update is due.
-
-        `last` says that training ends, so that an update is due whenever the island's theta changed.
-        """
-        raise NotImplementedError
-
-    def merge(self, theta: list[Tensor]) -> None:
-        """Merge the global server's `theta`, (P,) per block, into the island's theta."""
-        raise NotImplementedError
-
-
 class ClockedStrategy(Strategy):
     """Base class of strategies with a server, in which each node trains at its own pace on a virtual clock.
 
@@ -97,8 +82,8 @@ class ClockedStrategy(Strategy):
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
         takes_parameters: whether the server gets theta minus the node's parameters, instead of Delta.
-        island_size: the number of consecutive nodes in an island. Each island has its own server (`IslandServer`),
-            below a global server. The last island may be smaller. None means that one server serves all nodes.
+        island_size: the number of consecutive nodes in an island. Each island has its own server, below a global server
+            (`relays`). The last island may be smaller. None means that one server serves all nodes.
     """
 
     driven_by = "clock"
@@ -115,6 +100,19 @@ class ClockedStrategy(Strategy):
 
     def global_server(self, fleet: Fleet) -> ParameterServer:
         """Return a new server above the islands' servers. Its theta is the fleet's initial parameters."""
+        raise NotImplementedError
+
+    def relays(self, islands: list[list[int]], servers: list[Any], fleet: Fleet, order: Any) -> Any:
+        """Return what carries messages between the islands' servers and the global server, its attribute `top`.
+
+        It has the methods `begin`, `arrive`, `settle`, `finish`, `state` and `load_state` of `Relays` in
+        `exogym.contrib.halos`.
+
+        Args:
+            islands: each island's nodes.
+            servers: each island's server.
+            order: the run's `exogym.core.training.order.Order`.
+        """
         raise NotImplementedError
 
     def quorum_of(self, num_nodes: int) -> int:

@@ -1,7 +1,8 @@
 """Asynchronous strategies: each node works at its own pace, and a server applies arriving updates.
 
 A push sends a node's update to the server. A pull sends the server's parameters to a node. Each island may have its
-own server, below a global server. Messages between these servers are called relays (`Relays`).
+own server, below a global server. Messages between these servers are called relays; the strategy makes what carries
+them (`ClockedStrategy.relays`).
 
 A step of the fleet is N local steps, each by the node that is next on the virtual clock. The fleet's step lasts until
 the next step's first local step, so it includes every push that arrives before that local step. Rounds continue across
@@ -13,22 +14,20 @@ stretches end, and for all numbers of processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from exogym.core.compute.spans import Losses, RowSpan
-from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet import Stateful
 from exogym.core.fleet.fleet import rows_of
 from exogym.core.fleet.state import Shared, Tensors
 from exogym.core.training.driver import Algorithm, Setting, meet
-from exogym.core.training.order import ARRIVAL, NOBODY, RELAY, STEP, Order, hold, seconds_of_steps, ticks
+from exogym.core.training.order import ARRIVAL, RELAY, STEP, Order, seconds_of_steps
 from exogym.core.training.timing import Timing
-from exogym.errors import ArgumentError
 from exogym.network import Network
-from exogym.strategy.clocked import ClockedStrategy, IslandServer, ParameterServer
+from exogym.strategy.clocked import ClockedStrategy
 
 NO_WAIT_BPS = 1e30
 ARRAYS = ("versions", "computed", "columns", "spoilt")
@@ -76,11 +75,10 @@ class ByClock(Algorithm):
             name = f"server_{island}" if below else "server"
             fleet.state.register(name, Shared(server.state, server.load_state))
         fleet.state.register("order", Shared(self.order.state, self.order.load_state))
-        self.way, self.relays = "server", None
+        self.way, self.relays = "server", None  # with islands: what carries messages above their servers
         if below:
-            check_islands(self.islands, timing.clock.network)
-            top, servers = strategy.global_server(fleet), cast(list[IslandServer], self.servers)
-            self.way, self.relays = "island", Relays(self.islands, servers, top, fleet, self.order)
+            self.way, self.relays = "island", strategy.relays(self.islands, self.servers, fleet, self.order)
+            top = self.relays.top
             fleet.state.register("global_server", Shared(top.state, top.load_state))
             fleet.state.register("relays", Shared(self.relays.state, self.relays.load_state))
         self._give(range(fleet.num_nodes))
@@ -279,17 +277,6 @@ class ByClock(Algorithm):
             rows[here] = buffers[name]
 
 
-def check_islands(islands: list[list[int]], network: Network) -> None:
-    """Raise ArgumentError if nodes of one island are in different groups of the `network`."""
-    group_of = network.group_of
-    for nodes in islands:
-        if group_of is not None and len(set(group_of[nodes].tolist())) > 1:
-            raise ArgumentError(
-                f"nodes {nodes[0]} to {nodes[-1]} are one island of the strategy, but they are in different groups of "
-                "the network: choose island_size so that each island is in one group"
-            )
-
-
 class _ClockState(Stateful):
     """An asynchronous run's saved state: each node's pulled theta and place in its round, and the server's buffers."""
 
@@ -323,88 +310,3 @@ class _ClockState(Stateful):
         for name in ARRAYS:
             setattr(clocked, name, tensors[name].numpy().copy())
         clocked.dropped = int(tensors["dropped"])
-
-
-class Relays:
-    """Carries relays: the messages between the islands' servers and the global server above them.
-
-    An island's server sends its update up. The global server applies the update and sends its parameters down, and the
-    island's server merges them. An island has at most one relay under way. Nodes continue meanwhile: no node waits for
-    a relay, and relays use no node's line. A relay counts for the first node of its island, and takes as long as this
-    node's message to a server.
-
-    Args:
-        islands: each island's nodes.
-        servers: each island's server.
-        top: the global server.
-    """
-
-    def __init__(
-        self, islands: list[list[int]], servers: list[IslandServer], top: ParameterServer, fleet: Fleet, order: Order
-    ):
-        self.islands, self.servers, self.top = islands, servers, top
-        self.fleet, self.order = fleet, order
-        self.rises = torch.zeros(len(islands), dtype=torch.bool)  # whether an island's relay goes up
-        self.messages = [[torch.zeros_like(x) for x in top.theta] for _ in islands]
-
-    def begin(self, island: int) -> None:
-        """Send the update of an island's server, if one is due and no relay of the island is under way."""
-        if self.order.relays[island] == NOBODY and (update := self.servers[island].update()) is not None:
-            self.order.relay(island, self._send(island, update, True, self.order.now))
-
-    def arrive(self) -> None:
-        """Carry out the arrival of the next relay."""
-        island = self.order.relayed()
-        end = self._deliver(island, self.order.now)
-        if end != NOBODY:
-            self.order.relay(island, end)
-
-    def settle(self) -> list[int]:
-        """Complete the relays under way. Return the tick of each island's merge, or `NOBODY`."""
-        ends = self.order.relays.tolist()
-        for island in sorted((i for i, end in enumerate(ends) if end != NOBODY), key=lambda i: (ends[i], i)):
-            ends[island] = self._complete(island, ends[island])
-        return ends
-
-    def finish(self, ends: list[int]) -> None:
-        """Send the updates that remain after `settle`, which returned `ends`. Nodes wait for their island's merge."""
-        order = self.order
-        for island, nodes in enumerate(self.islands):
-            update = self.servers[island].update(last=True)
-            if update is not None:
-                now = max(ends[island], int(ticks(order.clock)[nodes].max()))
-                ends[island] = self._complete(island, self._send(island, update, True, now))
-        for nodes, end in zip(self.islands, ends, strict=True):
-            hold(order.clock, nodes, end)
-
-    def _complete(self, island: int, end: int) -> int:
-        """Deliver the island's relay, which ends at the tick `end`, and the answer. Return the tick of the merge."""
-        after = self._deliver(island, end)
-        return end if after == NOBODY else self._complete(island, after)
-
-    def _deliver(self, island: int, now: int) -> int:
-        """Apply or merge the island's relay. Return the tick at which the answer arrives, or `NOBODY`."""
-        message = self.messages[island]
-        if not self.rises[island]:
-            self.servers[island].merge(message)
-            return NOBODY
-        self.top.apply(message, 0, 1, 1)
-        return self._send(island, self.top.theta, False, now)
-
-    def _send(self, island: int, values: list[Tensor], up: bool, now: int) -> int:
-        """Send (P,) `values` per block up or down. Return the tick at which they arrive."""
-        comm, first = self.fleet.comm, self.islands[island][0]
-        self.rises[island] = up
-        for message, x, block in zip(self.messages[island], values, self.fleet.blocks, strict=True):
-            message.copy_(x)
-            event = comm.push(block.params, first, "relay") if up else comm.pull(block.params, [first], "relay")
-            now = self.order.clock.relay(event, now)
-        return now
-
-    def state(self) -> dict[str, Tensor]:
-        named = {f"{i}.{b}": x for i, message in enumerate(self.messages) for b, x in enumerate(message)}
-        return named | {"rises": self.rises}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in self.state().items():
-            x.copy_(tensors[name])
