@@ -35,6 +35,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Tensors
 from exogym.errors import check_count, check_number
@@ -149,7 +150,7 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
                 continue
             flight = outer.send(fleet, step, self.round_of(step))
             if self.clip is not None:
-                norm = math.sqrt(sum(float(x.double().square().sum()) for x in flight.mean))
+                norm = math.sqrt(sum(float(widest(x).square().sum()) for x in flight.mean))
                 for x in flight.mean:
                     x.mul_(min(1.0, self.clip / (norm + 1e-6)))
             outer.arrive(fleet, flight, fleet.comm.present)
@@ -164,7 +165,7 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
             pieces = zip(outer.fragment, outer.theta, strict=True)
             moved = [theta - piece.take(piece.block.params) for piece, theta in pieces]
             for row in range(len(fleet)):
-                G[row, k] = math.sqrt(sum(float(d[row].double().square().sum()) for d in moved))
+                G[row, k] = math.sqrt(sum(float(widest(d[row]).square().sum()) for d in moved))
         if self.outliers is not None:
             for row, norms in enumerate(G):
                 norms[self.outliers.see(row, norms)] = math.inf

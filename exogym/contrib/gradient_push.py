@@ -102,7 +102,7 @@ class PushSum(PeriodicModule):
         super().start(fleet, run)
         self.takers = None if isinstance(self.graph, str) else takers_of(self.graph, fleet.num_nodes)
         self.x = [block.zeros().copy_(block.params) for block in fleet.blocks]
-        self.w = torch.ones(len(fleet), 1, dtype=torch.float64, device=self.x[0].device)
+        self.w = torch.ones(len(fleet), 1, dtype=torch.float64)
         self.row_state = {f"x.{b}": x for b, x in enumerate(self.x)} | {"w": self.w}
 
     def communicate(self, fleet: Fleet, step: int) -> None:

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.fleet import rows_of
 from exogym.errors import TrainingError, check_number
@@ -78,7 +79,7 @@ class FairShares(RoundModule, SeesLosses):
         received, changed = list(self.near.row_state.values()), False
         for row in rows_of(fleet, members):
             moved = [theta[row] - block.params[row] for block, theta in zip(fleet.blocks, received, strict=True)]
-            square = sum(float(x.double().square().sum()) for x in moved)
+            square = sum(float(widest(x).square().sum()) for x in moved)
             F = float(self.F[row]) + LEAST
             changed = changed or square > 0
             if F <= 0 and square:

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.core.base.lazy import absent
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
@@ -190,7 +191,7 @@ def distances(members: Tensor, columns: Columns = ALONE) -> Tensor:
         part = members[:, start : start + CHUNK].to(exact)
         for i in range(n):
             for j in range(i):
-                out[i, j] += (part[i] - part[j]).double().square().sum().cpu()
+                out[i, j] += widest(part[i] - part[j]).square().sum().cpu()
     out = columns.sum(out)
     out += out.T.clone()
     return out.nan_to_num(nan=math.inf, posinf=math.inf).fill_diagonal_(0)

@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from exogym.contrib.robust import wrapped
+from exogym.core.base.devices import widest
 from exogym.core.base.rng import stream_seed
 from exogym.core.communicator import Communicator
 from exogym.core.communicator.wire import Wire
@@ -129,13 +130,13 @@ class SecureAggregation:
         for u, weight in zip(came, weights.tolist(), strict=True):
             if u in wire.row_of:
                 row = wire.row_of[u]
-                fixed = (x[row].double() * (weight * self.scale)).round().cpu().to(torch.int64).to(masked.dtype)
+                fixed = (widest(x[row]) * (weight * self.scale)).round().cpu().to(torch.int64).to(masked.dtype)
                 masked[row] = fixed + self._masks(seeds, u, x.shape[1])
         total = wire.reduce(masked, came, "sum") - self._unmasking(seeds, came, x.shape[1])
-        return (total.double() / (self.scale * float(weights.sum()))).to(x.device, x.dtype)
+        return (widest(total) / (self.scale * float(weights.sum()))).to(x.device, x.dtype)
 
     def _check_range(self, wire: Wire, x: Tensor, came: Sequence[int], n: int) -> None:
-        largest = float(wire.reduce(x.abs().amax(1, keepdim=True).double().cpu(), came, "max"))
+        largest = float(wire.reduce(x.abs().amax(1, keepdim=True).cpu().double(), came, "max"))
         most = 2.0 ** (self.bits - 1) / self.scale / n
         if not largest < most:
             raise ArgumentError(

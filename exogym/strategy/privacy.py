@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_number
@@ -91,7 +92,7 @@ class DifferentialPrivacy:
         """
         for row in rows:
             moved = [block.params[row] - x[0] for block, x in zip(fleet.blocks, theta, strict=True)]
-            norm = math.sqrt(sum(float(u.double().square().sum()) for u in moved))
+            norm = math.sqrt(sum(float(widest(u).square().sum()) for u in moved))
             if norm > self.clip:
                 for block, x, u in zip(fleet.blocks, theta, moved, strict=True):
                     torch.add(x[0], u, alpha=self.clip / norm, out=block.params[row])

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.fleet import rows_of
@@ -121,5 +122,5 @@ def norm_of(u: list[Tensor], fleet: Fleet) -> float:
 
     If a node has several processes, all of them call this for the same updates, and get the same norm.
     """
-    here = sum(float(x.double().square().sum()) for x in u)
+    here = sum(float(widest(x).square().sum()) for x in u)
     return math.sqrt(float(fleet.comm.wire.columns.sum(torch.tensor(here, dtype=torch.float64))))

@@ -87,11 +87,6 @@ class Device:
         """The device's model, such as "NVIDIA H200", or "" if torch does not tell."""
         return str(self._own("get_device_name", lambda place: "")(self.place))
 
-    @property
-    def wide(self) -> torch.dtype:
-        """The widest float of the device: float64, but float32 on devices without float64, as MPS."""
-        return torch.float64 if _has_float64(self.place.type) else torch.float32
-
     def make_current(self) -> None:
         """Let torch use this device where code names its kind only."""
         if not self.is_cpu:
@@ -161,6 +156,11 @@ class Device:
         """Return the free and the total bytes of the device's own memory; None if it shares the machine's, as MPS."""
         told = None if self.is_cpu else self._own("mem_get_info", None)
         return None if told is None else told(self.place)
+
+
+def widest(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` in the widest float of its device: float64, but float32 on devices without float64, as MPS."""
+    return x.to(torch.float64 if _has_float64(x.device.type) else torch.float32)
 
 
 @functools.cache

@@ -49,7 +49,17 @@ True
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
 from exogym.core.communicator.ledger import Event, Ledger, sent_factor
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
-from exogym.core.communicator.wire import ALONE, CHUNK_ELEMENTS, Columns, Move, Parcel, Wire, reduce_rows, tree_sum
+from exogym.core.communicator.wire import (
+    ALONE,
+    CHUNK_ELEMENTS,
+    Columns,
+    Move,
+    Parcel,
+    Wire,
+    chunk_elements,
+    reduce_rows,
+    tree_sum,
+)
 
 __all__ = [
     "ALONE",
@@ -64,6 +74,7 @@ __all__ = [
     "Wire",
     "barrier",
     "blank",
+    "chunk_elements",
     "described",
     "gather",
     "hand_over",

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from exogym.core.base.retired import retired
 
-CHUNK_ELEMENTS = 1 << 18  # elements of a row in one piece of a reduction
+CHUNK_ELEMENTS = 1 << 18  # of rows, in one piece of a reduction: what stays in a CPU's cache
+MOST_ELEMENTS = 1 << 24  # on an accelerator, where a piece costs launches and temporary memory
 HALVES = (torch.float16, torch.bfloat16)
+
+
+def chunk_elements(x: Tensor) -> int:
+    """Return how many elements of rows on the device of `x` are best reduced at once."""
+    return CHUNK_ELEMENTS if x.is_cpu else MOST_ELEMENTS
 
 
 def tree_sum(
@@ -37,7 +43,7 @@ def tree_sum(
     exact = _exact(x)
     shares = None if weights is None else weights[:, None].to(x.device, exact)
     out = torch.empty(width, dtype=x.dtype, device=x.device)
-    step = max(1, CHUNK_ELEMENTS // n) if x.is_cpu else width
+    step = max(1, chunk_elements(x) // n)
     dense = list(ids) == list(range(n))
     order = [] if dense else _additions(ids)
     at = None if rows is None else torch.tensor(rows, device=x.device)

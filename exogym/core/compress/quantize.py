@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from exogym.core.base.devices import widest
 from exogym.errors import ArgumentError, check_count
 
 
@@ -154,7 +155,7 @@ class Statistical(Quantizer):
         self.bits, self.table = bits, 2**bits
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = x.double()
+        x = widest(x)
         off = x - x.mean(1, keepdim=True)
         step = 6 * off.square().mean(1, keepdim=True).sqrt() / self.table
         codes = ((off / _nonzero(step)).round_() + self.table // 2).clamp_(0, self.table - 1).long()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.base.devices import CPU
+from exogym.core.base.devices import CPU, widest
 from exogym.core.base.torch_private import norms
 from exogym.core.compute.not_finite import first_in, of_gradient, of_loss, of_shared, of_update, worst
 from exogym.core.compute.worker import Worker
@@ -116,7 +116,7 @@ class Watch:
         present = [g for g in grads if g is not None]
         if self._is_ignored or not present:
             return True
-        if math.isfinite(float(torch.stack([n.double() for n in norms(present)]).sum())):
+        if math.isfinite(float(torch.stack([widest(n) for n in norms(present)]).sum())):
             return True
         for name, grad in zip(self.worker.names, grads, strict=True):
             if grad is not None and not is_finite(grad):

@@ -119,8 +119,15 @@ class ProcessWire(Wire):
         return self._waiting(found)
 
     def begin(self, x: Tensor) -> Callable[[], Any]:
-        work = dist.all_reduce(x, group=self.group, async_op=True)
-        return lambda: self.around(work.wait)
+        sent = x.to(self.device)  # gloo sends none but the CPU's memory
+        work = dist.all_reduce(sent, group=self.group, async_op=True)
+
+        def arrive() -> None:
+            self.around(work.wait)
+            if sent is not x:
+                x.copy_(sent)
+
+        return arrive
 
     def _waiting(self, call: Callable[[], Any]) -> Any:
         with pulse.at(pulse.WAITING):

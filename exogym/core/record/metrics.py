@@ -13,8 +13,8 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, micro_batches
-from exogym.core.base.devices import Device
-from exogym.core.communicator import CHUNK_ELEMENTS, Columns
+from exogym.core.base.devices import Device, widest
+from exogym.core.communicator import Columns, chunk_elements
 from exogym.core.compute.outputs import accuracy
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
@@ -109,37 +109,37 @@ def spread(fleet: Fleet) -> dict[str, float]:
     x_i is the parameter vector of node i, and N the number of present nodes.
     consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2). correlation is the mean, over all pairs of nodes, of the
     Pearson correlation of their parameters: (|sum_i z_i|^2 - N) / (N (N-1)), where z_i is x_i minus the mean of its
-    elements, scaled to length 1. The columns are processed in chunks that fit the cache; sums over chunks are in
+    elements, scaled to length 1. The columns are processed in chunks that fit a CPU's cache; sums over chunks are in
     float64.
     """
     n = len(fleet.there)
     if n == 1:
         return {"consensus_distance": 0.0}
     columns, width = fleet.comm.wire.columns, sum(block.layout.total for block in fleet.blocks)
-    distance = 0.0
-    sums, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+    zero = fleet.blocks[0].params.new_zeros(())
+    distance, sums, squares, total = (widest(zero).repeat(k) for k in (1, n, n, 1))
     for x in _column_chunks(fleet):
         apart = x - x.mean(0)
-        distance += float(torch.dot(apart.flatten(), apart.flatten()))
-        sums += x.sum(1).cpu()
-        squares += torch.linalg.vector_norm(x, dim=1).double().square().cpu()
-    distance = float(columns.sum(torch.tensor(distance, dtype=torch.float64)))
-    sums, squares = columns.sum(sums), columns.sum(squares)
+        distance += torch.dot(apart.flatten(), apart.flatten())
+        sums += x.sum(1)
+        squares += widest(torch.linalg.vector_norm(x, dim=1)).square()
+    found = torch.cat([distance, sums, squares]).cpu().double()  # the one wait for the device
+    distance, sums, squares = columns.sum(found).split([1, n, n])
     means = sums / width
     lengths = (squares - width * means.square()).clamp(min=1e-300).sqrt()
-    total, shift = 0.0, float((means / lengths).sum())
+    shift = float((means / lengths).sum())
     for x in _column_chunks(fleet):
         z = (1 / lengths).to(x) @ x - shift
-        total += float(torch.dot(z, z))
-    total = float(columns.sum(torch.tensor(total, dtype=torch.float64)))
-    return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
+        total += torch.dot(z, z)
+    correlation = (float(columns.sum(total.cpu().double())) - n) / (n * (n - 1))
+    return {"consensus_distance": (float(distance) / n) ** 0.5, "correlation": min(1.0, correlation)}
 
 
 def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
     """Yield (n, columns) pieces of the n present nodes' rows."""
     everyone = fleet.there
-    step = max(1, CHUNK_ELEMENTS // len(everyone))
     for block in fleet.blocks:
+        step = max(1, chunk_elements(block.params) // len(everyone))
         for start in range(0, block.layout.numel, step):
             piece = fleet.comm.wire.rows(block.params[:, start : start + step], everyone)
             yield piece if piece.dtype in (torch.float32, torch.float64) else piece.float()

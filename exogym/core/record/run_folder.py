@@ -48,7 +48,8 @@ RESUME = "EXOGYM_RESUME"  # environment variable: run_dir of the run to resume
 BEAT_S = 1.0  # least seconds between two heartbeats
 LOST_S = 60.0  # a run on another machine counts as lost after so many seconds without a heartbeat
 ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # final events, and the state that each means
-FREE = ("limits", "placement", "chosen", "rounds", "shared")  # description's fields that may differ in a resumed run
+# The description's fields that may differ in a resumed run
+FREE = ("limits", "placement", "chosen", "rounds", "shared", "device")
 
 
 class RunFolder(OnDisk):

@@ -30,7 +30,7 @@ from exogym.strategy.strategy import Strategy
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
 OUTER_SCHEDULES = ("outer_lr_scheduler", "outer_momentum_scheduler")
-FREE = ("limits", "placement", "node")  # description's fields that may differ in a resumed run
+FREE = ("limits", "placement", "node", "device")  # description's fields that may differ in a resumed run
 
 
 class Unfit(Exception):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from exogym.core.base.devices import Device
 from exogym.core.clock import Clock, StepTime
 from exogym.core.clock.clock import PARTS
 from exogym.core.communicator import Event
@@ -66,6 +67,8 @@ class Timing:
 
     def took(self, steps: Sequence[tuple[int, int]], begin: float) -> None:
         """Record `steps`, pairs (row, count), which together took the time since `begin` (`time.perf_counter`)."""
+        if self.is_measured:
+            Device(self.fleet.blocks[0].params.device).synchronize()
         taken_s = time.perf_counter() - begin
         total = sum(count for _, count in steps)
         for row, count in steps:

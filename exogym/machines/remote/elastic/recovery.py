@@ -255,7 +255,7 @@ class Recovery:
         assert self.wire.generation is not None
         own, told = self.loop.description, self._share(self.wire.generation, None)
         meta = told.meta
-        free = (*FREE, "device", "chosen", "shared")  # hosts may differ in device
+        free = (*FREE, "chosen", "shared")
         theirs, mine = ({k: x for k, x in y.items() if k not in free} for y in (meta["description"], own))
         unlike = differences(theirs, mine)
         if unlike:
