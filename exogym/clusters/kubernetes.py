@@ -25,6 +25,7 @@ USER = 10001
 GRACE_S = 120  # from SIGTERM, at which the run saves itself, to the end of a pod
 RESTARTS = 10  # failures that are allowed, for each pod
 WORK = "/work"  # the project's folder in the image, and the working directory
+MOUNT = "/checkpoints"  # the folder of the claim in the pods
 LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
 
 
@@ -42,7 +43,6 @@ class Pods:
         name: name of the Kubernetes objects.
         cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
         claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
-        mount: path at which the pods mount the claim.
 
     Raises:
         ArgumentError: a value is not valid in a manifest.
@@ -58,7 +58,6 @@ class Pods:
     memory: str = "4Gi"
     gpus: int = 0
     claim: str = "exogym-checkpoints"
-    mount: str = "/checkpoints"
 
     def __post_init__(self) -> None:
         check_count("nodes", self.nodes)
@@ -70,9 +69,7 @@ class Pods:
         for name in ("cpus", "memory"):
             check_word(name, getattr(self, name), QUANTITY, "a quantity, as 500m, 2 or 4Gi")
         check_word("image", self.image, IMAGE, "an image, as registry.example/team/exogym:1")
-        if not self.mount.startswith("/") or ":" in self.mount or ".." in self.mount.split("/"):
-            raise ArgumentError(f"mount={self.mount!r} must be an absolute path without ':' and '..'")
-        check_arguments((self.script, self.mount, *self.arguments))
+        check_arguments((self.script, *self.arguments))
         if not self.script:
             raise ArgumentError("no script: give the path of a Python file in the image")
 
@@ -142,7 +139,7 @@ def _pod(pods: Pods) -> dict[str, Any]:
         "env": [{"name": "EXOGYM_SECRET", "valueFrom": {"secretKeyRef": secret}}],
         "ports": [{"name": "meeting", "containerPort": PORT}], "resources": {"requests": needs, "limits": needs},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [{"name": "checkpoints", "mountPath": pods.mount}, {"name": "memory", "mountPath": "/dev/shm"}],
+        "volumeMounts": [{"name": "checkpoints", "mountPath": MOUNT}, {"name": "memory", "mountPath": "/dev/shm"}],
     }  # fmt: skip
     return {
         "subdomain": pods.name, "restartPolicy": "Never",

@@ -227,7 +227,7 @@ def expanded(words: list[str]) -> list[str]:
     [
         {"name": "A"}, {"name": "a" * 60}, {"name": "-a"}, {"name": "x\ny"}, {"claim": "a.b"}, {"image": "a b"},
         {"image": "$(id)"}, {"memory": "lots"}, {"cpus": "-1"}, {"nodes": 0}, {"gpus": -1},
-        {"mount": "checkpoints"}, {"mount": "/a:/b"}, {"script": ""}, {"arguments": ("\0",)},
+        {"script": ""}, {"arguments": ("\0",)},
     ],
 )  # fmt: skip
 def test_words_of_kubernetes_that_are_refused(wrong: dict[str, Any]) -> None:

@@ -94,17 +94,16 @@ def kubernetes(
     memory: Annotated[str, typer.Option(metavar="Q", help="Memory of a pod, as 4Gi.")] = "4Gi",
     gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of a pod.")] = 0,
     claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for checkpoints.")] = "exogym-checkpoints",
-    mount: Annotated[str, typer.Option(metavar="DIR", help="Folder of the claim in the pods.")] = "/checkpoints",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
     """Write manifests for Kubernetes and a Dockerfile.
 
-    Kubernetes may preempt the pods, so your script must call fit(save_dir=MOUNT, resume=True).
+    Kubernetes may preempt the pods, so your script must call fit(save_dir='/checkpoints', resume=True).
     """
     pods = Pods(
         script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,
-        cpus=cpus, memory=memory, gpus=gpus, claim=claim, mount=mount,
+        cpus=cpus, memory=memory, gpus=gpus, claim=claim,
     )  # fmt: skip
     objects = manifests(pods)
     _write(out / "run.yaml", document(objects))

@@ -98,7 +98,7 @@ RETIRED: dict[str, str] = {
         [f"slurm.{name}" for name in ("account", "qos", "before", "port", "restarts")],
         "change the line in job.sh, or give sbatch the option",
     ),
-    **dict.fromkeys([f"kubernetes.{name}" for name in ("grace", "restarts")], "change the line in run.yaml"),
+    **dict.fromkeys([f"kubernetes.{name}" for name in ("grace", "restarts", "mount")], "change the line in run.yaml"),
     "kubernetes.namespace": "kubectl apply --namespace NAME",
     **dict.fromkeys(("WhisperModelWrapper.task", "load_pretrained.task"), "the model transcribes: leave it out"),
     "speech.most_labels": "clips with over 448 labels, Whisper's limit, are left out",
