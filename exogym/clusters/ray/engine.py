@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, needs_gpu, no_room, room
+from exogym.clusters.ray.seat import Seat, SeatPlan, error_of
 from exogym.communicator import Wire
 from exogym.core.engine import EngineOptions, Moved, Result
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
@@ -77,8 +78,6 @@ class Ray:
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         import ray
 
-        from exogym.clusters.ray.seat import SeatPlan
-
         work = _packed(body)
         folder = None if (self.runtime_env or {}).get("working_dir") else os.getcwd()
         need = _need(options)
@@ -107,8 +106,6 @@ def _need(options: EngineOptions) -> dict[str, float]:
 def _with_groups() -> type:
     """Return the actors' class. Its methods `stop` and `ask` answer while `train` runs."""
     import ray
-
-    from exogym.clusters.ray.seat import Seat
 
     class ExoGym(Seat):  # Ray's tools and the system's process list show this name
         stop = ray.method(concurrency_group="control")(Seat.stop)
@@ -227,8 +224,6 @@ class _Watch:
 
     def _cause(self) -> BaseException | None:
         """Return why the run has failed, if known. A process that only misses another one is not the cause."""
-        from exogym.clusters.ray.seat import error_of
-
         for process, end in sorted(self.ended.items()):
             who = f"worker process {process}"
             if end[0] == "gone":

@@ -11,9 +11,10 @@ import typer
 
 from exogym.cli.values import Debug
 from exogym.errors import needs
+from exogym.home.discovery import Agent, announced
+from exogym.home.discovery.announcing import PORT, own_address, plain_name
 
 PACKAGES = ("zeroconf", "spake2", "cryptography")
-PORT = 8422
 
 
 def needs_packages() -> None:
@@ -46,9 +47,6 @@ def agent(
     computer. That computer may then log in over SSH as this user.
     """
     needs_packages()
-    from exogym.home.discovery import Agent, announced
-    from exogym.home.discovery.announcing import own_address, plain_name
-
     where = own_address(address)
     waiting = Agent(
         plain_name(name or socket.gethostname()), where, port, user=getpass.getuser(), ssh_port=ssh_port,

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -17,11 +17,10 @@ from rich.text import Text
 from exogym.cli.asking import console_on
 from exogym.cli.values import KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.errors import ArgumentError, ExoGymError, nearest
-from exogym.home.commands.agent import PORT, needs_packages
+from exogym.home.commands.agent import needs_packages
+from exogym.home.discovery import Found, enrol, find, pair
+from exogym.home.discovery.announcing import PORT, name_at
 from exogym.remote import HostsConfig
-
-if TYPE_CHECKING:
-    from exogym.home.discovery import Found
 
 
 def discover(
@@ -52,8 +51,6 @@ def discover(
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:
         raise ArgumentError("--code needs --pair: name the computer that shows the code")
-    from exogym.home.discovery import enrol, pair
-
     found = agents(seconds, at or [])
     if pair_with is not None:
         target = chosen(found, pair_with)
@@ -83,9 +80,6 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
         ArgumentError: a place is not ADDRESS or ADDRESS:PORT.
         ExoGymError: no agent answers at a place.
     """
-    from exogym.home.discovery import Found, find
-    from exogym.home.discovery.announcing import name_at
-
     if not places:
         return find(seconds)
     found = []

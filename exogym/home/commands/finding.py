@@ -6,17 +6,17 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exogym.cli.asking import Asker, say
 from exogym.errors import ArgumentError
 from exogym.home.commands.agent import needs_packages
 from exogym.home.commands.discover import agents, chosen
+from exogym.home.discovery import Found, enrol, pair
+from exogym.home.discovery.announcing import own_address
+from exogym.home.discovery.channel import PairingError, typed_code
+from exogym.home.discovery.pairing import own_entry, write_entry
 from exogym.progress import notice
 from exogym.remote import HostsConfig
-
-if TYPE_CHECKING:
-    from exogym.home.discovery import Found
 
 FIND_S = 3.0
 TRIES = 3  # to type a code
@@ -85,9 +85,6 @@ class Finder:
         return [one for one in found if one.address in wanted]
 
     def _pair(self, one: Found, codes: Mapping[str, str]) -> None:
-        from exogym.home.discovery import enrol, pair
-        from exogym.home.discovery.channel import PairingError, typed_code
-
         given = codes.get(one.name, codes.get(one.address))
         for left in reversed(range(TRIES)):
             question = f"Code that {one.name} at {one.address} shows:"
@@ -103,9 +100,6 @@ class Finder:
         say(f"paired with {one.name}")
 
     def _add_this(self) -> None:
-        from exogym.home.discovery.announcing import own_address
-        from exogym.home.discovery.pairing import own_entry, write_entry
-
         address = own_address(self.address)
         write_entry(self.file, own_entry(address), None)
         say(f"this computer takes part as {address} ({socket.gethostname()}); hosts file: {os.fspath(self.file)}")
