@@ -53,10 +53,6 @@ SGD, ADAMW = OptimSpec("sgd", lr=LR), OptimSpec("adamw", lr=0.02)
 Models = list[nn.Module]
 
 
-def grads_of(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 def add_to_grads(model: nn.Module, more: Tensor) -> None:
     for p, part in zip(model.parameters(), more.split([p.numel() for p in model.parameters()]), strict=True):
         p.grad += part.view_as(p)
