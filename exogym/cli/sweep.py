@@ -10,7 +10,7 @@ import typer
 
 from exogym.cli.compare import asked_in, of_a_study, show
 from exogym.cli.values import INTERRUPTED, Debug, check_dataset, processes_of
-from exogym.options import LONG, placed
+from exogym.options import placed
 from exogym.progress import notice
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
@@ -51,7 +51,7 @@ def sweep(
     Prints a table (mean ± standard deviation over seeds) and the best cell. Writes sweep.json, summary.csv, sweep.png
     and each run's folder. --resume with the same options continues an interrupted sweep.
     """
-    own = {"axes": _in_full(axes), "engine": engine, "processes": processes_of(processes)}
+    own = {"axes": axes, "engine": engine, "processes": processes_of(processes)}
     given = placed(asked_in(context)) | own
     check_dataset(given["problem"])
     if context.params["estimate"]:
@@ -66,9 +66,3 @@ def sweep(
         )
         raise typer.Exit(INTERRUPTED) from stopped
     show(result)
-
-
-def _in_full(axes: list[str]) -> list[str]:
-    """Return axes under the options' names in Python: "nodes=2,4" becomes "num_nodes=2,4"."""
-    named = [text.partition("=") for text in axes]
-    return [LONG.get(name.strip(), name) + equals + values for name, equals, values in named]

@@ -98,14 +98,11 @@ class NodeDevices:
         Raises:
             ModelError: the split model's gradients differ from the whole model's.
         """
-        from exogym.mesh.probing import check_on, check_split
+        from exogym.mesh.probing import check_split
 
-        probe = self.mesh.probe
-        if probe is True:
+        if self.mesh.probe:
             check_split(self.within, worker.loss, batch, self._passes(worker, batch), self.mesh)
         else:
-            if isinstance(probe, nn.Module):
-                check_on(probe, worker.loss, batch, self._passes(worker, batch), self.within, self.mesh)
             self.within.split()
         self.is_split, self.pointer.owners, self.pointer.homes = True, [], []
         self.split.let_go()

@@ -122,7 +122,7 @@ class MeshNodes:
         """Return the fewest of `examples` that a device computes at once, with its option; None: no trial is needed."""
         found = None
         for mesh in dict.fromkeys(self.meshes):
-            if mesh.probe is not False and (size := mesh.at_once(examples)) < examples:
+            if mesh.probe and (size := mesh.at_once(examples)) < examples:
                 examples, found = size, (size, f"node={mesh}")
         return found
 

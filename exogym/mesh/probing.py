@@ -7,19 +7,17 @@ gradients themselves, far above rounding.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from exogym.core.base.batches import batch_examples, take_examples
 from exogym.core.base.modes import evaluation_mode
-from exogym.core.compute.outputs import Loss
 from exogym.core.compute.parts import unlike
 from exogym.errors import ModelError
-from exogym.mesh.split import Split, check_ways, other_ways
+from exogym.mesh.split import Loss, Split, check_ways, other_ways
 
 FEW = 8  # examples, tried one at a time
 Passes = Sequence[Sequence[tuple[Any, float]]]
@@ -128,11 +126,3 @@ def refuse_others(names: list[str], sums: Tensor, what: object) -> None:
             f"split by {what}, the model has wrong gradients: {found}. Choose another split for this model; "
             "NodeMesh(probe=False) skips this check"
         )
-
-
-def check_on(model: nn.Module, loss: Loss, batch: Any, passes: Passes, like: Split, what: object) -> None:
-    """Run `check_split` on a copy of the small model `model`, split in the same way as `like`."""
-    other = copy.deepcopy(model).to(like.device)
-    split = type(like)(other, like.mesh, like.inside, like.device)
-    check_split(split, Loss(other, loss.loss_fn), batch, passes, what)
-    split.plain()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from exogym.errors import ArgumentError, check_count, checked
+from exogym.errors import ArgumentError, check_count, check_switch, checked
 
 BUSY = 4  # default micro-batches per stage
 
@@ -112,8 +112,8 @@ class NodeMesh:
             shares gradients and optimizer state. In a pipeline, 3 gathers the parameters once a step and frees them
             after the step.
         probe: True compares the first batch's gradients with the whole model's gradients, and refuses a split with
-            other gradients. A smaller model of the same kind, given instead, is compared in the same way. False trusts
-            the split.
+            other gradients. False trusts the split, for a model that is too large to compare: train a smaller one of
+            the same kind first.
 
     Attributes:
         size: devices of a node.
@@ -139,7 +139,7 @@ class NodeMesh:
     microbatches: int | None = None
     parallelize: Callable[[nn.Module, Any], Any] | None = None
     zero: int = 3
-    probe: bool | nn.Module = True
+    probe: bool = True
 
     def __post_init__(self) -> None:
         for name in ("shard", "tensor"):
@@ -154,8 +154,7 @@ class NodeMesh:
             raise ArgumentError(f"zero={self.zero} has no effect with shard=1: give shard= over 1, or leave zero out")
         if self.parallelize is not None and not callable(self.parallelize):
             raise ArgumentError(f"parallelize={self.parallelize!r} must be a function of (model, mesh)")
-        if not isinstance(self.probe, bool | nn.Module):
-            raise ArgumentError(f"probe={self.probe!r} must be True, False or a smaller model of the same kind")
+        check_switch("probe", self.probe)
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:

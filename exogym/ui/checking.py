@@ -19,7 +19,7 @@ from exogym.data import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
 from exogym.network import Network
-from exogym.options import LONG, placed
+from exogym.options import placed
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES
 from exogym.study.compare.asked import ComparisonOptions
@@ -143,9 +143,8 @@ def _texts_of(command: str, options: Mapping[str, Any], errors: list[Trouble]) -
 
 
 def _axes_of(options: Mapping[str, Any], errors: list[Trouble]) -> Axes:
-    lines = [str(text).partition("=") for text in options.get("axes", ())]
     with _noted(errors, option="axes"):
-        axes = axes_of([LONG.get(name.strip(), name) + equals + values for name, equals, values in lines])
+        axes = axes_of([str(text) for text in options.get("axes", ())])
         check_few(math.prod(len(values) for values in axes.values() if isinstance(values, list)))
         return axes
     return {}

@@ -156,10 +156,10 @@ BAD = {
     "network": (["--network", "wify"], "did you mean 'wifi'"),
     "step": (["--network", "wifi", "--step-seconds", "soon"], "step_seconds='soon'"),
     "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
-    "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
+    "step without network": (["--step-seconds", "1"], "step_seconds='1' needs network"),
     "processes=auto is retired": (["--processes", "auto"], "give a number, such as processes=4"),
     "timeline is retired": (["--timeline"], "exogym ui draws what the nodes did"),
-    "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
+    "speeds without network": (["--speeds", "1,1"], "speeds=[1.0, 1.0] needs network"),
     "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
     "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),
     "number of speeds": (

@@ -43,7 +43,6 @@ BEYOND: dict[str, str] = {
         exogym.core.base: pulse
         exogym.core.base.batches: batch_examples map_tensors take_examples tensors_in
         exogym.core.base.modes: evaluation_mode
-        exogym.core.compute.outputs: Loss
         exogym.core.compute.parts: unlike
         exogym.core.compute.pointer: Pointer
         exogym.core.compute.worker: Worker
@@ -52,7 +51,7 @@ BEYOND: dict[str, str] = {
         exogym.core.engine: world_size
         exogym.core.engine.world: join_world new_group
         exogym.core.fleet.dealing: Route
-        exogym.errors: check_count checked
+        exogym.errors: check_count check_switch checked
     """,
     "clusters": """
         exogym.cli.values: Debug
@@ -96,7 +95,6 @@ BEYOND: dict[str, str] = {
         exogym.core.record.run_folder: standing
         exogym.core.record.views: picture
         exogym.core.saving.checkpoint: differences
-        exogym.core.saving.checkpoint_files: list_checkpoints
         exogym.data.partition: partitioner_of
         exogym.data.reading: COMPARED FirstShare Reader described sum_of
         exogym.data.stream: check_dataset is_factory is_iterable length_of
@@ -128,7 +126,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 43, "cli": 35}  # names of each wing in `BEYOND`
+MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 42, "cli": 35}  # names of each wing in `BEYOND`
 
 
 # What may be imported
@@ -236,7 +234,7 @@ def test_a_wing_imports_public_names_and_seams(wing: str) -> None:
 
 
 def test_the_exceptions_become_fewer() -> None:
-    assert sum(MOST.values()) <= 188
+    assert sum(MOST.values()) <= 187
 
 
 def test_seams_are_there() -> None:

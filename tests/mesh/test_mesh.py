@@ -89,7 +89,7 @@ def test_a_world_is_told_which_ones_fit():
         (lambda: NodeMesh(shard=2, network="nvlink"), "it is retired: give fit.step_seconds="),
         (lambda: NodeMesh(shards=2), "did you mean 'shard'"),
         (lambda: NodeMesh(parallelize=3), "must be a function"),
-        (lambda: NodeMesh(probe="no"), "a smaller model of the same kind"),
+        (lambda: NodeMesh(probe="no"), "probe="),
         (lambda: PipelineParallel([nn.Linear(1, 1)]), "two or more stages"),
         (lambda: PipelineParallel([Stage([nn.ReLU()], device=0), nn.ReLU()]), "give a device to each stage"),
         (lambda: PipelineParallel([Stage([nn.ReLU()], device=k) for k in (1, 0)]), r"wanted \[0, 1\]: one stage"),

@@ -104,9 +104,8 @@ class Folder:
         """Remove a new folder, and the parents made for it, if it has no result and no checkpoint.
 
         Return whether the folder was removed."""
-        from exogym.core.saving.checkpoint_files import list_checkpoints
-
-        kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
+        results = (f"*/{HISTORY}", f"*/{CHECKPOINTS}/step_*")
+        kept = any(next(self.path.glob(pattern), None) for pattern in results)
         if kept or not self._made:
             return False
         shutil.rmtree(self.path, ignore_errors=True)

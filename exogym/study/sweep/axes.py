@@ -47,7 +47,8 @@ class Range:
 def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
     """Return a dict from option to its values. `given` is such a mapping, or texts "option=value,value".
 
-    Separate values by semicolons if they contain commas. "1e-4..1e-1" is a `Range`.
+    Separate values by semicolons if they contain commas. "1e-4..1e-1" is a `Range`. The command line's shorter names
+    count too: "nodes=2,4" is "num_nodes=2,4".
 
     Raises:
         ArgumentError: a text has another form, an option or value is given twice, or an option has no values.
@@ -70,9 +71,7 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
             pairs.append((name, values))
     axes: Axes = {}
     for name, values in pairs:
-        name = name.strip()
-        if name in LONG:
-            raise ArgumentError(f"sweep: {name} is called {LONG[name]} here: give {LONG[name]}=A,B")
+        name = LONG.get(name.strip(), name.strip())
         if name in axes:
             raise ArgumentError(f"sweep: {name} is given twice: give its values once, {name}=A,B")
         axes[name] = _values(name, values)

@@ -75,7 +75,7 @@ def test_its_folder_and_its_table(undisturbed: Swept) -> None:
 
 def test_options_of_the_run_are_swept_too() -> None:
     result = sweep(
-        "digits", ["num_nodes=2,3", "lr=0.001,0.01"], strategy="ddp", max_steps=5, seeds=1, processes=1, device="cpu"
+        "digits", ["nodes=2,3", "lr=0.001,0.01"], strategy="ddp", max_steps=5, seeds=1, processes=1, device="cpu"
     )
     assert [(row["strategy"], row["num_nodes"], row["lr"]) for row in result.rows] == [
         ("ddp", "2", "0.001"), ("ddp", "2", "0.01"), ("ddp", "3", "0.001"), ("ddp", "3", "0.01")
@@ -90,7 +90,6 @@ def test_options_of_the_run_are_swept_too() -> None:
     ("given", "message"),
     [
         ({"K": [1]}, "cell K=1: strategy 'diloco:K=1': diloco has no option 'K'"),
-        ({"nodes": [2, 3]}, "nodes is called num_nodes here"),
         ({"num_nodes": ["two"]}, "num_nodes='two' should be a whole number"),
         (["H"], "should look like option=value,value"),
         (["H=1,1"], "should be different values"),
