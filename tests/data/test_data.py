@@ -191,6 +191,21 @@ def test_workers_change_nothing(collate) -> None:
     pair.close()
 
 
+class Pids(Noisy):
+    """Examples that tell which process read them."""
+
+    def __getitem__(self, i):
+        return os.getpid()
+
+
+def test_workers_stay_between_calls() -> None:
+    stream = Stream(Pids(), 2, batch_size=4, dataloader_kwargs={"num_workers": 1})
+    first, second = (set(next(iter(stream.batches(node, 0, 1))).tolist()) for node in (0, 1))
+    assert first == second != {os.getpid()}
+    stream.close()
+    assert set(next(iter(stream.batches(0, 0, 1))).tolist()).isdisjoint(first)
+
+
 def test_augmentation_follows_the_example_and_the_epoch_alone() -> None:
     def noise(stream: Stream, epoch: int) -> dict[int, list[float]]:
         steps = stream.steps_per_epoch

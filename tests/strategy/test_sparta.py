@@ -176,17 +176,21 @@ def test_the_chosen_are_averaged_and_the_others_left(method: str) -> None:
 
 def test_topk_is_announced_in_turn_and_measured_from_the_last_average() -> None:
     module, fleet = started(3, 10, 0.2, "topk")
-    x = fleet.blocks[0].params
-    x.copy_(torch.zeros(3, 10))
-    x[0, [2, 3]], x[1, [4, 5]], x[2, [6, 7]] = torch.tensor([[3.0, 6.0], [9.0, 12.0], [15.0, 18.0]]).double()
+    x, begun = fleet.blocks[0].params, 64.0 * torch.arange(10, dtype=torch.float64)
+    x.copy_(begun)
+    module.start(fleet, run_of(3))  # the first time it is measured from there
+    x[0, [2, 3]] += torch.tensor([3.0, 6.0])
+    x[1, [4, 5]] += torch.tensor([9.0, 12.0])
+    x[2, [6, 7]] += torch.tensor([15.0, 18.0])
     for step, indices in ((1, [2, 3]), (2, [4, 5]), (3, [6, 7])):
         before = x.clone()
         module.communicate(fleet, step)
         moved = ((x - before).abs().amax(0) > 0).nonzero().flatten().tolist()
         assert moved == indices
-    x[0, 8], x[0, 9] = 0.5, 0.25  # node 0 is next, and only these moved since
+    late = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    x[0, 8:] += late  # node 0 is next, and only these moved since
     module.communicate(fleet, 4)
-    assert x[:, 8].tolist() == [0.5 / 3] * 3 and x[:, 9].tolist() == [0.25 / 3] * 3
+    same(x[:, 8:], (begun[8:] + late / 3).expand(3, -1))
 
 
 # Quantised
