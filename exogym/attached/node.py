@@ -237,7 +237,7 @@ class Node:
         algorithm, losses, step = self.driver.algorithm, self.driver.losses, self.step
         if not losses.under_way:
             self._totals = self._now()
-            losses.begin(step, self.standing.agenda.stretch_end(step, self.driver.next_event(step)))
+            losses.begin(step, self.standing.agenda.stretch_end(step, self.driver.algorithm.next_event(step)))
             with torch.no_grad():
                 algorithm.begin(step)
         if self.users is not None:
@@ -400,7 +400,7 @@ class Node:
             if losses.under_way:
                 self._end_stretch(is_over=True)
             elif step != self.total_steps:  # another node may be on its way to the next stretch's end
-                losses.begin(step, self.standing.agenda.stretch_end(step, self.driver.next_event(step)))
+                losses.begin(step, self.standing.agenda.stretch_end(step, self.driver.algorithm.next_event(step)))
                 self._meet(step)
                 losses.forget()
             with self._generators():

@@ -27,7 +27,8 @@ from exogym.balance import Balance
 from exogym.core import combinations
 from exogym.core.refusals import PAIRS, REFUSED, Refused
 from exogym.core.training.checking import checked_options
-from exogym.core.training.options import FitOptions, placed
+from exogym.core.training.options import FitOptions
+from exogym.core.training.written import placed
 from exogym.data import IterableData, Partitioner
 from exogym.errors import ArgumentError
 from exogym.faults import Devices, Faults, Profile

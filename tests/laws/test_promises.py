@@ -17,7 +17,8 @@ from paths import ROOT
 
 import exogym
 from exogym import contrib
-from exogym.core.training.options import FitOptions, Placement, descriptions
+from exogym.core.training.options import FitOptions, Placement
+from exogym.core.training.written import descriptions
 from exogym.strategy.registry import CONTRIB, STRATEGIES
 
 PACKAGE = Path(exogym.__path__[0])

@@ -173,12 +173,8 @@ def test_bytes_and_time_are_those_of_dense_nodes():
 @pytest.mark.parametrize(
     ("before", "now"),
     [
-        ("exogym.core.mesh", "exogym.mesh"),
-        ("exogym.core.mesh.value", "exogym.mesh"),
-        ("exogym.core.compute.sharded", "exogym.mesh.sharded"),
-        ("exogym.core.engine.mesh", "exogym.mesh.wire"),
         ("exogym.attached.shards", "exogym.mesh.attached"),
-        ("exogym.core.communicator.inside", "exogym.core.communicator"),
+        ("exogym.data.speech", "exogym.home.speech"),
     ],
 )
 def test_a_module_of_before_names_the_new_one(before, now):

@@ -12,7 +12,8 @@ from battery import in_turn
 from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.balance import Balance
 from exogym.cli import main
-from exogym.core.training.options import FitOptions, RunOptions, placed
+from exogym.core.training.options import FitOptions, RunOptions
+from exogym.core.training.written import placed
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy

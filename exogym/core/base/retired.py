@@ -150,7 +150,7 @@ RETIRED: dict[str, str] = {
 }
 
 
-# Modules that moved: their old path -> the new one.
+# Modules for users that moved: their old path -> the new one. (Those of `exogym.core` are internal.)
 MOVED: dict[str, str] = {
     **{f"exogym.strategy.{name}": f"exogym.contrib.{name}" for name in (
         "acco", "choco", "cocktail", "decoupled_diloco", "desloc", "dion", "ditto", "edit", "ef21", "fedasync", "fedbn",
@@ -162,25 +162,10 @@ MOVED: dict[str, str] = {
     )},
     "exogym.strategy.tuning": "exogym.contrib.byte_budget",
     "exogym.strategy.contractions": "exogym.contrib.contractions",
-    "exogym.core.communicator.robust": "exogym.contrib.rules",
-    "exogym.core.communicator.secure": "exogym.contrib.secure_sums",
     "exogym.machines.discovery": "exogym.home.discovery",
     "exogym.machines.wizard": "exogym.home.wizard",
     "exogym.machines.cluster": "exogym.clusters",
     "exogym.data.speech": "exogym.home.speech",
-    "exogym.core.engine.ray": "exogym.clusters.ray",
-    "exogym.core.communicator.inside": "exogym.core.communicator",
-    "exogym.core.mesh": "exogym.mesh",
-    **{f"exogym.core.mesh.{name}": f"exogym.mesh.{name}" for name in (
-        "splits", "traffic", "value",
-    )},
-    "exogym.core.mesh.pipeline": "exogym.mesh.value",
-    "exogym.core.mesh.probe": "exogym.mesh.probing",
-    **{f"exogym.core.compute.{name}": f"exogym.mesh.{name}" for name in (
-        "devices", "places", "probing", "recut", "replicated", "sending", "sharded", "split", "staged", "tensors",
-    )},
-    "exogym.core.compute.insides": "exogym.mesh.devices",
-    "exogym.core.engine.mesh": "exogym.mesh.wire",
     "exogym.attached.shards": "exogym.mesh.attached",
     # Of EXO Gym, the project before this one.
     "exogym.aux": "exogym: fit(device='auto') finds the device",

@@ -102,7 +102,7 @@ def _assemble(
         undo.callback(driver.close)
         if wire.is_main:
             _warn_if_never(driver, total_steps, options)
-            _warn_of_few_examples(stream, len(driver.seated), options)
+            _warn_of_few_examples(stream, len(driver.algorithm.nodes), options)
             if is_fresh and (text := few_rounds(options.strategy, total_steps)) is not None:
                 notice(text, about="few outer rounds", once=True)
         ahead = None if stream.iterated is None else stream.iterated.most_steps
@@ -378,7 +378,7 @@ def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> N
 def _warn_if_never(driver: Driver, total_steps: int, options: FitOptions) -> None:
     if options.faults is not None:  # the next event may be an outage
         return
-    first = driver.next_event(0)
+    first = driver.algorithm.next_event(0)
     if total_steps < first < NEVER:
         warn(
             f"{type(options.strategy).__name__} first communicates after step {first}, but the run has {total_steps} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,13 +75,13 @@ class Calling:
         if evaluator is None:
             return {}
         on = node if own_data else None
-        known = self.clients if on is not None and self.driver.shares_model else self.driver.seated
+        known = self.clients if on is not None and self.driver.shares_model else self.driver.algorithm.nodes
         if node is not None and node not in known:
             raise ArgumentError(
                 f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
                 "fleet.comm.present"
             )
-        self._ask("evaluate", [node, on])
+        self._ask("evaluate", node=node, own_data=own_data)
         return self.driver.evaluate(node, on)
 
     @property
@@ -89,20 +89,17 @@ class Calling:
         """The nodes whose models can be evaluated now: all, if they share the server's model."""
         return range(self.fleet.num_nodes) if self.driver.shares_model else list(self.fleet.comm.present)
 
-    def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate given parameters, (P,) per block, and buffers. Return {} without a validation set."""
-        if self.driver.evaluator is None:
-            return {}
-        if self._wire.devices.parts > 1:
-            self._ask("measure")
-        return self._measured(vectors, buffers)
+    def measure(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
+        """Evaluate given parameters, (P,) per block, and buffers. Return {} without a validation set.
 
-    def _measured(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate parameters, (P,) per block, in the first node's processes. Only process 0 needs `vectors`."""
+        The first node's processes evaluate; only process 0 needs `vectors`.
+        """
         evaluator, devices = self.driver.evaluator, self._wire.devices
-        if self._wire.process or evaluator is None:
+        if evaluator is None or self._wire.process:
             return {}
-        if devices.parts == 1:
+        if devices.parts > 1:
+            self._ask("measure", vectors=None, buffers={})
+        else:
             assert vectors is not None
             return evaluator(vectors, buffers)
         here = []
@@ -116,9 +113,6 @@ class Calling:
     def average(self) -> Model:
         """Return the averaged (or outer) model: (P,) per block, and buffers by name. Traffic does not include it."""
         self._ask("average")
-        return self._averaged()
-
-    def _averaged(self) -> Model:
         vectors, buffers = self.driver.model()
         return self.fleet.whole(vectors), buffers  # one that is split over a node's processes is joined
 
@@ -128,10 +122,8 @@ class Calling:
         With client sampling, return only the rows of the clients that train now (`fleet.comm.present`).
         """
         self._ask("rows")
-        return self._all_rows()
-
-    def _all_rows(self) -> list[Tensor]:
-        return self.fleet.whole([self._wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
+        nodes = self.driver.algorithm.nodes
+        return self.fleet.whole([self._wire.rows(block.params, nodes) for block in self.fleet.blocks])
 
     def save(self) -> Path | None:
         """Write a checkpoint now, and return its folder. Return None if the run has no `save_dir`."""
@@ -174,26 +166,19 @@ class Calling:
             self._is_calling = False
         tell(self._wire, ["go on", self.standing.stopped])
 
-    def _ask(self, wish: str, value: Any = None) -> None:
+    def _ask(self, wish: str, **given: Any) -> None:
         """Tell the other processes, which are in `_serve`, to make the same call as this one."""
         if self._is_calling:
-            tell(self._wire, [wish, value])
+            tell(self._wire, [wish, given])
 
     def _serve(self) -> None:
-        """Take part in the requests of the main process's callbacks, until they are done."""
-        wishes: dict[str, Callable[[Any], Any]] = {
-            "evaluate": lambda value: self.driver.evaluate(*value),
-            "measure": lambda _: self._measured(None, {}),
-            "average": lambda _: self._averaged(),
-            "rows": lambda _: self._all_rows(),
-            "save": lambda _: None if self.standing.kept is None else self.standing.kept.save(),
-        }
+        """Make the calls that the main process's callbacks make, until these are done."""
         while True:
-            wish, value = tell(self._wire, None)
+            wish, given = tell(self._wire, None)
             if wish == "go on":
-                self.standing.stopped = value
+                self.standing.stopped = given
                 return
-            wishes[wish](value)
+            getattr(self, wish)(**given)
 
     # What callbacks may not change in the model
 

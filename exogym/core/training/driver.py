@@ -24,9 +24,11 @@ from exogym.core.compute.spans import Compute, Losses, RowSpan, way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.fleet import rows_of
+from exogym.core.fleet.returning import take_state
 from exogym.core.record.metrics import Evaluator
 from exogym.data.stream import Stream
 from exogym.strategy.capabilities import Corrects
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.strategy import Inner, Run, Strategy
 
 if TYPE_CHECKING:
@@ -35,10 +37,11 @@ if TYPE_CHECKING:
     from exogym.faults import Attendance
 
 ALGORITHMS = {  # by what a strategy says in `driven_by`: the module and class of its adapter, loaded when it is needed
-    "rounds": ("exogym.core.training.compositions", "Compositions"),
+    "rounds": (__name__, "Compositions"),
     "programs": ("exogym.core.training.programs", "Programs"),
     "clock": ("exogym.core.training.by_clock", "ByClock"),
 }
+COMPUTING = ("optimizer", "scale")  # beside parameters, what makes the computing of two nodes equal
 Model = tuple[list[Tensor], dict[str, Tensor]]  # (P,) vectors, one per block, and buffers by name
 
 
@@ -210,6 +213,73 @@ class Algorithm:
         self.compute.close()
 
 
+class Compositions(Algorithm):
+    """The adapter for a strategy made of modules. Nodes take local steps, then the modules mix all rows."""
+
+    leaves_out = True
+
+    def __init__(self, strategy: CommunicateOptimizeStrategy, setting: Setting):
+        super().__init__(strategy, setting)
+        self.strategy, self.worker, self.watch = strategy, setting.worker, setting.watch
+        self.needs_gradients = strategy.needs_gradients
+        corrections = [module for module in strategy.communication_modules if isinstance(module, Corrects)]
+        self.compute = setting.compute(strategy.inner, strategy.bucket_bytes, corrections)
+        self.composition = strategy.on(self.fleet, setting.run)
+
+    def next_event(self, step: int) -> int:
+        return self.composition.next_event(step)
+
+    def work(self, first: int, last: int) -> np.ndarray | None:
+        return self.composition.clients.local_steps(first, last)
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        return self.composition.clients.server_round(step)
+
+    def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        return self.composition.clients.seated(step)
+
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        if not skip:
+            self.composition.transform_gradients(step, self.lr(step - 1))
+        return rows
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        if self.composition.seeing:
+            self.composition.see_losses(losses.first, losses.means())
+        if self.composition.is_event(step):
+            before_mixing()
+        if self.composition.communicate(step):
+            for row in range(len(self.fleet)):
+                self.compute.reset(row)
+        meets = self.next_event(step - 1) == step
+        if meets:
+            self.watch.shared(self.consensus(), "the outer parameters", step)
+        return meets
+
+    def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
+        fleet, there = self.fleet, self.fleet.comm.present
+        meet(fleet, [i for i in there if i not in nodes] or [source])  # nobody receives their own old parameters
+        outer = self.consensus()
+        meet(fleet, there)
+        if not self.composition.bring_back(nodes, source, step + 1, forget, outer):
+            return
+        state = fleet.state.row(fleet.ranks.index(source), COMPUTING) if source in fleet.ranks else None
+        taken = take_state(fleet, state, source, nodes, self.worker.device)
+        for row in rows_of(fleet, nodes):
+            fleet.state.load_row(row, {name: x.clone() for name, x in taken.items()}, COMPUTING)
+            if as_fleet:
+                self.compute.taken[row] = step
+
+    def finish(self, step: int) -> None:
+        self.composition.finish(step)
+
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        return self.composition.consensus_buffers()
+
+    def consensus(self) -> list[Tensor] | None:
+        return self.composition.consensus()
+
+
 def algorithm_of(strategy: Strategy, setting: Setting) -> Algorithm:
     """Return the adapter of a strategy of any kind."""
     home, name = ALGORITHMS[strategy.driven_by]
@@ -241,18 +311,6 @@ class Driver:
         self.losses = Losses(len(self.fleet), self.worker.device)
         self.before_sync: Callable[[], None] | None = None
         self.fleet.state.register("losses", self.losses)
-
-    def next_event(self, step: int) -> int:
-        """Return the last step to which `advance` may go from `step`."""
-        return self.algorithm.next_event(step)
-
-    def lr(self, step: int) -> float:
-        return self.algorithm.lr(step)
-
-    @property
-    def seated(self) -> Sequence[int]:
-        """The ids of the nodes that train now. These are all nodes, unless there are fewer rows than nodes."""
-        return self.algorithm.nodes
 
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Train from step `first` to `last`, and communicate if `last` is an event. No event may lie between them.
@@ -347,10 +405,6 @@ class Driver:
         vectors, buffers = self.model(None if on is not None and self.shares_model else node)
         values = self.evaluator(vectors, buffers, on) if wire.process == 0 else {}  # the first node's processes
         return values if wire.shares_memory else tell(wire, values)
-
-    def meet(self, nodes: Sequence[int]) -> None:
-        """Let only `nodes` take part in communication from now on."""
-        meet(self.fleet, nodes)
 
     def close(self) -> None:
         """Free the memory, threads and files that the training used."""

@@ -175,7 +175,7 @@ class TrainingLoop:
             self.reports.sent(standing.step, before.sent)
         self._evaluate()
         if self.timing is not None and not self.wire.is_hidden:
-            for node in self.driver.seated:
+            for node in self.driver.algorithm.nodes:
                 self.history.add_evaluation(standing.step, standing.epoch, self.timing.values(node), node=node)
         self.call(False)
         self._log()
@@ -185,7 +185,7 @@ class TrainingLoop:
         """Train a stretch, and do everything due at its end. Return False if a signal stopped it before."""
         standing, agenda, losses = self.standing, self.agenda, self.driver.losses
         first, before = standing.step, self._totals()
-        last = losses.last if losses.under_way else agenda.stretch_end(first, self.driver.next_event(first))
+        last = losses.last if losses.under_way else agenda.stretch_end(first, self.driver.algorithm.next_event(first))
         standing.apart = None
         self.driver.before_sync = self._measure_apart if agenda.may_be_evaluated(last) else None
         with pulse.at(pulse.WORKING if self._is_warm else pulse.STARTING):
@@ -197,9 +197,8 @@ class TrainingLoop:
             return False
         standing.step = last
         if not self.wire.is_hidden:
-            self.reports.stretch(
-                self.history, (first, last), *found, self.driver.lr, before, self._totals(), self.timing is not None
-            )
+            lr, has_clock = self.driver.algorithm.lr, self.timing is not None
+            self.reports.stretch(self.history, (first, last), *found, lr, before, self._totals(), has_clock)
         self.reports.sent(last, before.sent)
         at_end = last == agenda.total_steps
         # Evaluation first, then callbacks, then records to observers, then the checkpoint, which holds all of these.
@@ -237,7 +236,7 @@ class TrainingLoop:
             return
         totals, span_s = self._totals(), standing.span_s()
         values |= dict(zip(("payload_bytes", "tx_bytes", "rx_bytes"), totals.payload_tx_rx, strict=True))
-        values |= {"wall_s": totals.wall_s, "lr": self.driver.lr(max(0, standing.step - 1))}
+        values |= {"wall_s": totals.wall_s, "lr": self.driver.algorithm.lr(max(0, standing.step - 1))}
         values |= usage(self.worker.device, time.process_time() - self._cpu_start, span_s)
         if self.reports.examples:
             values["examples_per_s"] = self.reports.examples / span_s

@@ -2,7 +2,7 @@
 
 `FitOptions` defines all options. A trainer's `fit` takes its signature and descriptions from `FitOptions` (`takes`).
 Comparisons and sweeps pass `RunOptions` on to each of their runs. The command line shares some options with `fit`; it
-takes their types, defaults and descriptions from these classes (`written_as`, `descriptions`).
+takes their types, defaults and descriptions from these classes (see the module `written`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -33,25 +33,13 @@ if TYPE_CHECKING:  # none of this is needed to know the options
 
 # What tools use, as `exogym.options`.
 __all__ = [
-    "LONG", "FitOptions", "Placement", "RunOptions", "describe", "descriptions", "in_full", "placed", "takes",
-    "written_as",
+    "FitOptions", "Placement", "RunOptions", "describe", "takes",
 ]  # fmt: skip
 
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),
 )  # a resumed run must have the same values as its checkpoint
-# The command line has shorter names for these: --nodes, --steps, --partition.
-LONG = {"nodes": "num_nodes", "steps": "max_steps", "partition": "partitioner"}
-
-
-def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under their Python names. The command line's shorter names are translated.
-
-    >>> in_full({"nodes": 4, "H": 5})
-    {'num_nodes': 4, 'H': 5}
-    """
-    return {LONG.get(name, name): value for name, value in options.items()}
 
 
 @dataclass
@@ -371,17 +359,6 @@ def changed(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def placed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which those that belong to a `Placement` are in `placement`, as `fit` takes them.
-
-    >>> placed({"num_nodes": 4, "max_restarts": 3})
-    {'num_nodes': 4, 'placement': Placement(max_restarts=3)}
-    """
-    own = {field.name: options[field.name] for field in fields(Placement) if field.name in options}
-    rest = {name: value for name, value in options.items() if name not in own}
-    return rest | ({"placement": replace(rest.get("placement", Placement()), **own)} if own else {})
-
-
 P = ParamSpec("P")
 V = TypeVar("V")
 R = TypeVar("R")
@@ -454,33 +431,6 @@ def args_of(options: Any) -> str:
     docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
     found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
     return "\n".join(section[1].rstrip() for section in found if section is not None)
-
-
-@functools.cache
-def descriptions(options: Any) -> Mapping[str, str]:
-    """Return the description of each option in `args_of`, by name.
-
-    >>> descriptions(FitOptions)["log_interval"]
-    'Steps between records.'
-    """
-    found: dict[str, str] = {}
-    for entry in re.split(r"^    (?=\S)", args_of(options), flags=re.MULTILINE):
-        names, _, text = " ".join(entry.split()).partition(": ")
-        for name in names.split(", "):
-            found.setdefault(name, text)
-    return found
-
-
-@functools.cache
-def written_as(name: str) -> type | None:
-    """Return the type to which the command line converts an option's text; None if text cannot express the option.
-
-    >>> written_as("max_restarts"), written_as("hang_s"), written_as("balance"), written_as("faults")
-    (<class 'int'>, <class 'float'>, <class 'str'>, None)
-    """
-    (annotation,) = (f.type for kind in (FitOptions, Placement) for f in fields(kind) if f.name == name)
-    parts = str(annotation).split(" | ")
-    return next((kind for kind in (int, float, bool, str) if kind.__name__ in parts), None)
 
 
 def describe(value: Any) -> Any:

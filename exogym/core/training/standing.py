@@ -19,7 +19,7 @@ from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
 from exogym.core.record.history import History
 from exogym.core.record.observers import Observer, Observers
-from exogym.core.training.driver import Driver
+from exogym.core.training.driver import Driver, meet
 
 if TYPE_CHECKING:
     from exogym.callbacks import Callback
@@ -285,7 +285,7 @@ class RunStanding:
         self._wall_before_s, self.apart = counters["wall_s"], counters.get("apart")
         self.outcome, self.stopped = None, False
         if self.driver.attendance is not None:
-            self.driver.meet(self.driver.attendance.up(self.step))
+            meet(self.fleet, self.driver.attendance.up(self.step))
 
     def take_history(self, history: History) -> None:
         self.history = history

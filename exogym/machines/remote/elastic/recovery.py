@@ -29,6 +29,7 @@ from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.keepers import everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import put_back, snapshot_of
 from exogym.core.training.assembly import assemble
+from exogym.core.training.driver import meet
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.resuming import FREE, Kept, constants
@@ -294,7 +295,7 @@ class Recovery:
         step, present = self.loop.step, self.wire.present
         stayed = [node for node in self.up(step) if node in present]
         self.outages.note(step, present if not self.loop.driver.losses.under_way else stayed)
-        self.loop.driver.meet(stayed)
+        meet(self.loop.fleet, stayed)
 
     def up(self, step: int) -> list[int]:
         """Return the nodes that are present in `step`."""
