@@ -94,7 +94,7 @@ def _assemble(
         kept = None if options.save_dir is None else _kept(options, worker, description, refused, undo)
         is_fresh = kept is None or kept.snapshot is None
         if is_fresh:
-            description["chosen"] = _chosen(options, worker, stream, first_batch)
+            description["chosen"] = _chosen(options, worker, first_batch)
         chosen = description["chosen"]
         worker.micro_batch_size = chosen["micro_batch_size"]
         run, timing, step_shares = _run_and_clock(subject, options, worker, stream, first_batch, chosen, is_fresh)
@@ -172,15 +172,15 @@ def _kept(
     return kept
 
 
-def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
-    """Return the run's choices: from the options, or found by trials if the options leave them open."""
-    if options.max_memory_usage is None:
-        return {"compute": options.compute, "micro_batch_size": options.micro_batch_size}
-    from exogym.core.saving.keepers import on_main
-    from exogym.core.training.choices import choose
+def _chosen(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
+    """Return the run's own choices. A run records them, and a resumed run takes the recorded ones."""
+    micro = options.micro_batch_size
+    if options.max_memory_usage is not None and options.minibatch_size is None:
+        from exogym.core.saving.keepers import on_main
+        from exogym.core.training.choices import fitting_micro_batch
 
-    found: dict[str, Any] = on_main(worker.fleet.comm.wire, lambda: choose(options, worker, batch))
-    return found
+        micro = on_main(worker.fleet.comm.wire, lambda: fitting_micro_batch(options, worker, batch))
+    return {"compute": options.compute, "micro_batch_size": micro}
 
 
 def _observers(options: FitOptions, total_steps: int) -> Observers:

@@ -23,19 +23,18 @@ from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError
 
 
-def choose(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
-    """Make ExoGym's own choices. A run records the choices, and a resumed run uses the recorded choices."""
-    micro = options.micro_batch_size
-    if options.max_memory_usage is not None and options.minibatch_size is None:
-        row = sum(p.numel() * p.element_size() for p in worker.parameters)
-        limit = options.max_memory_usage * Device(worker.device).total_bytes()
-        found = _fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
-        micro = found if micro is None else min(found, micro)
-        notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
-    return {"compute": options.compute, "micro_batch_size": micro}
+def fitting_micro_batch(options: FitOptions, worker: Worker, batch: Any) -> int:
+    """Return how many examples to compute at once, so that the run keeps to `max_memory_usage`."""
+    assert options.max_memory_usage is not None
+    row = sum(p.numel() * p.element_size() for p in worker.parameters)
+    limit = options.max_memory_usage * Device(worker.device).total_bytes()
+    found = _largest_that_fits(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
+    micro = min(found, options.micro_batch_size or found)
+    notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
+    return micro
 
 
-def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
+def _largest_that_fits(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
     """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,6 @@ class Measured:
 
     def __init__(self, within: Compute, timing: Timing):
         self.within, self.timing = within, timing
-        self.fleet, self.taken, self.together = within.fleet, within.taken, within.together
         self.overflowed, self.spoilt = False, list[int]()
 
     def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
@@ -93,14 +92,8 @@ class Measured:
         for part in self._timed(rows):
             self.within.apply(part, skip)
 
-    def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
-        self.within.rescale(rows, overflowed)
-
-    def reset(self, row: int) -> None:
-        self.within.reset(row)
-
-    def close(self) -> None:
-        self.within.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.within, name)
 
     def _timed(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
         """Yield `items` in parts, and time the caller's work on each part."""

@@ -62,11 +62,32 @@ class Kept:
         self._complaints: list[str] = []
 
     def find(self, description: dict[str, Any], options: FitOptions, refused: Mapping[str, str]) -> None:
-        """If the run resumes, find its newest good checkpoint, and use the choices that this checkpoint records."""
-        if options.resume:
-            self.snapshot, self._complaints = matching_snapshot(
-                self.folder, description, options, self.wire, self.keepers, refused
+        """If the run resumes, find its newest good checkpoint.
+
+        The choices that the checkpoint records (see the module `choices`) replace the choices in `description`.
+        """
+        if not options.resume:
+            return
+        folder = self.folder
+        snapshot, self._complaints = load_newest(folder, self.wire, self.keepers, refused)
+        if snapshot is None:
+            return
+        agree(self.wire, snapshot, lambda: check_counters(snapshot))
+        saved = snapshot.meta["description"]
+        own = description | _rounds_as_far(saved, description)
+        _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first: another run's choices would not matter
+        agree(self.wire, snapshot, lambda: _check_chosen(snapshot, options))
+        description["chosen"] = dict(saved["chosen"])
+        if options.weighing is not None and options.weighing.speeds is not None:
+            description["chosen"]["speeds"] = options.weighing.speeds
+        _refuse_another(folder, saved, own | {"chosen": description["chosen"]}, but=FREE)
+        stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
+        if stands_at > description["limits"]["total_steps"]:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is at step {stands_at}, past the {description['limits']['total_steps']} "
+                "steps of this run: raise max_steps or num_epochs"
             )
+        self.snapshot = snapshot
 
     def begin(self, run: Resumable, tell: Callable[..., None]) -> None:
         """Save `run` from now on. `tell("checkpoint", step, path=...)` is called after each checkpoint."""
@@ -187,35 +208,6 @@ def _check_empty(folder: Path, keepers: Keepers) -> None:
             f"save_dir={str(folder)!r}{where} already holds checkpoints: give resume=True to resume from them, or "
             "choose another folder"
         )
-
-
-def matching_snapshot(
-    folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers | None,
-    refused: Mapping[str, str],
-) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return this run's newest good checkpoint, and the errors of damaged newer checkpoints.
-
-    The choices that the checkpoint records (see the module `choices`) replace the choices in `description`.
-    """
-    snapshot, complaints = load_newest(folder, wire, keepers, refused)
-    if snapshot is None:
-        return None, complaints
-    agree(wire, snapshot, lambda: check_counters(snapshot))
-    saved = snapshot.meta["description"]
-    own = description | _rounds_as_far(saved, description)
-    _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first, since another run's choices would not matter
-    agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
-    description["chosen"] = dict(saved["chosen"])
-    if options.weighing is not None and options.weighing.speeds is not None:
-        description["chosen"]["speeds"] = options.weighing.speeds
-    _refuse_another(folder, saved, own | {"chosen": description["chosen"]}, but=FREE)
-    stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
-    if stands_at > description["limits"]["total_steps"]:
-        raise CheckpointError(
-            f"the checkpoint in {folder} is at step {stands_at}, past the {description['limits']['total_steps']} "
-            "steps of this run: raise max_steps or num_epochs"
-        )
-    return snapshot, complaints
 
 
 def _refuse_another(folder: Path, saved: dict[str, Any], own: dict[str, Any], but: Collection[str]) -> None:

@@ -107,19 +107,17 @@ class Reports:
 
     Args:
         agenda: the run's schedule.
-        signs: further functions to call from time to time between two steps.
         tells_who: whether to report nodes that leave and return. False if only the clients that train now have a row.
 
     Attributes:
+        signs: further functions to call from time to time between two steps.
         logged: the last step that observers have received.
         examples: the number of examples that all nodes together have used since this process began to train.
     """
 
-    def __init__(
-        self, observers: Observers, comm: Communicator, agenda: Agenda, signs: Sequence[Callable[[], None]] = (),
-        tells_who: bool = True,
-    ):  # fmt: skip
-        self.observers, self.comm, self.agenda, self.signs = observers, comm, agenda, list(signs)
+    def __init__(self, observers: Observers, comm: Communicator, agenda: Agenda, tells_who: bool = True):
+        self.observers, self.comm, self.agenda = observers, comm, agenda
+        self.signs: list[Callable[[], None]] = []
         self.logged, self.examples = -1, 0
         self._there = set(comm.present)  # nodes present at the last report
         self._tells_who = tells_who
