@@ -148,12 +148,11 @@ def recv(src: int) -> Tensor:
     return _meet("recv", None, src=src)
 
 
-def exchange(tensor: Tensor, partner: int | Tensor) -> Tensor:
+def exchange(tensor: Tensor, partner: int) -> Tensor:
     """Swap tensors of equal shape with node `partner`, and return the partner's tensor. Other nodes don't wait.
 
     The partner must call `exchange` with this node's rank. Each of the two nodes sends and receives `tensor.nbytes`
-    bytes. A node whose `partner` is itself sends nothing and gets a copy of `tensor`. In a strategy with `stacked =
-    True`, `partner` is (rows,): the partner of each row.
+    bytes. A node whose `partner` is itself sends nothing and gets a copy of `tensor`.
     """
     return _meet("exchange", tensor, partner=partner)
 

@@ -48,18 +48,6 @@ class Gossip(Strategy):
         super().step()
 
 
-class StackedGossip(Strategy):
-    stacked = True
-
-    def step(self):
-        self.update_parameters()
-        partner = torch.tensor([neighbour(rank, self.local_step) for rank in self.rank.tolist()])
-        partner = torch.where((partner >= 0) & (partner < self.num_nodes), partner, self.rank)
-        for p in self.model.parameters():
-            p.data.add_(exchange(p.data, partner)).mul_(0.5)
-        super().step()
-
-
 class RowGossip(PeriodicModule):
     """The same as a module that acts on rows: the reference."""
 
@@ -84,18 +72,10 @@ def test_gossip_is_that_on_rows_and_a_neighbour_costs_one_row_each_way():
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_change_no_bit(processes):
-    for strategy in (Gossip, StackedGossip):
-        one, several = fit(strategy(PLAIN), num_nodes=5), fit(strategy(PLAIN), num_nodes=5, processes=processes)
-        assert fingerprint(one.model) == fingerprint(several.model)
-        assert one.history.last["tx_bytes"] == several.history.last["tx_bytes"]
-        assert one.traffic == several.traffic
-
-
-def test_stacked_is_the_same():
-    one, together = fit(Gossip(PLAIN)), fit(StackedGossip(PLAIN))
-    for a, b in zip(one.model.parameters(), together.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    assert one.history.last["tx_bytes"] == together.history.last["tx_bytes"]
+    one, several = fit(Gossip(PLAIN), num_nodes=5), fit(Gossip(PLAIN), num_nodes=5, processes=processes)
+    assert fingerprint(one.model) == fingerprint(several.model)
+    assert one.history.last["tx_bytes"] == several.history.last["tx_bytes"]
+    assert one.traffic == several.traffic
 
 
 class Passing(Strategy):
@@ -238,21 +218,15 @@ def test_unlike_collectives_in_several_processes_are_an_error_too(processes):
         fit(Calls({i: lambda i=i: all_reduce(X.clone(), "max" if i else "sum") for i in range(4)}), processes=processes)
 
 
-def test_stacked_code_exchanges_only():
+def test_stacked_code_has_no_partners():
     class Sending(Strategy):
         stacked = True
 
         def step(self):
-            send(torch.zeros(len(self.rank)), 0)
-
-    class OnePartner(Sending):
-        def step(self):
             exchange(torch.zeros(len(self.rank), 2), 0)
 
-    with pytest.raises(StrategyError, match=r"not with stacked = True: use exchange"):
+    with pytest.raises(StrategyError, match=r"exchange\(\) works for one node only: leave stacked = True out"):
         fit(Sending(PLAIN))
-    with pytest.raises(StrategyError, match=r"wanted a node's number for each of the 1 rows"):
-        fit(OnePartner(PLAIN))
 
 
 def test_a_partner_that_is_away_is_an_error_and_one_that_is_there_can_be_chosen():
@@ -278,11 +252,11 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
 import torch.distributed as dist
-from strategy.test_point_to_point import Calls, Gossip, PLAIN, Passing, StackedGossip, STUCK, fit
+from strategy.test_point_to_point import Calls, Gossip, PLAIN, Passing, STUCK, fit
 from exogym.errors import StrategyError
 from exogym.testing import fingerprint
 
-prints = [fingerprint(fit(make(PLAIN)).model) for make in (Gossip, StackedGossip, Passing)]
+prints = [fingerprint(fit(make(PLAIN)).model) for make in (Gossip, Passing)]
 what, message = STUCK["the other is at a collective"]
 try:
     fit(Calls(what))
@@ -295,9 +269,7 @@ print("ended", *prints, flush=True)
 def test_in_processes_that_meet_over_gloo(tmp_path):
     status, log = world(2, tmp_path, textwrap.dedent(SCRIPT.format(tests=str(TESTS))))
     assert status == 0, log[-3000:]
-    wanted = " ".join(
-        ["ended", *(fingerprint(fit(make(PLAIN)).model) for make in (Gossip, StackedGossip, Passing)), "True"]
-    )
+    wanted = " ".join(["ended", *(fingerprint(fit(make(PLAIN)).model) for make in (Gossip, Passing)), "True"])
     assert log.splitlines().count(wanted) == 2
 
 

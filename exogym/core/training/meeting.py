@@ -90,7 +90,7 @@ class Meeting:
                 kinds = {(call.kind, call.mark) for call in calls.values() if call.kind != AWAY}
                 if kinds <= {(ENDED, 0)}:
                     return
-                if pairs := pairs_of(calls, self._blocks(calls)):
+                if pairs := pairs_of(calls):
                     moving = self._hand_over(pairs, calls)
                 elif len(kinds) == 1 and all(kind not in PAIRED for kind, _ in kinds):
                     self._meet(waiting)
@@ -137,37 +137,28 @@ class Meeting:
 
     def _calls(self) -> dict[int, Stand]:
         """Return the pending calls of this process's programs, by node."""
-        calls = {}
+        calls: dict[int, Stand] = {}
         for place in self.places:
             there = AWAY if place not in self.taking_part else ENDED if place.done else ""
-            for k, rank in enumerate(self._ranks(place)):
-                calls[rank] = Stand(there) if there else place.request.call(k)
+            call = Stand(there) if there else place.request.call()
+            calls |= dict.fromkeys(self._ranks(place), call)
         return dict(sorted(calls.items()))
-
-    def _blocks(self, calls: Mapping[int, Stand]) -> Sequence[Sequence[int]]:
-        """Return the groups of nodes, of all processes, that continue together."""
-        if self.rows is None:
-            return [[node] for node in calls]
-        return self.comm.wire.placement if self.comm.wire.is_shared else [self._ranks(place) for place in self.places]
 
     def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Stand]) -> list[_Place]:
         """Exchange the tensors of `pairs`, and return this process's places that can continue."""
         self._about_to_move()
         found = {node for pair in pairs for node in pair}
-        ready = [place for place in self.places if not place.done and found.issuperset(self._ranks(place))]
-        given: dict[int, Tensor] = {}
-        for place in ready:
-            if (tensor := place.request.tensor) is not None:
-                given |= dict(zip(self._ranks(place), tensor if place.has_rows else [tensor], strict=True))
+        ready = {self.comm.ranks[place.index]: place for place in self.places if not place.done}
+        ready = {rank: place for rank, place in ready.items() if rank in found}
+        given = {rank: place.request.tensor for rank, place in ready.items() if place.request.tensor is not None}
         parcels = [
             Parcel(node, peer, calls[node].shape, calls[node].dtype, calls[node].kind == "exchange")
             for node, peer in pairs
         ]
         got = self.comm.hand_over(given, parcels)
-        for place in ready:
-            mine = [self._at_home(got.get(rank), calls[calls[rank].peer]) for rank in self._ranks(place)]
-            place.result = torch.stack([x for x in mine if x is not None]) if place.has_rows else mine[0]
-        return ready
+        for rank, place in ready.items():
+            place.result = self._at_home(got.get(rank), calls[calls[rank].peer])
+        return list(ready.values())
 
     def _at_home(self, x: Tensor | None, sent: Stand) -> Tensor | None:
         """Return a received tensor on the device that `sent` states: the CPU, or the nodes' device."""
@@ -216,13 +207,18 @@ class _Request:
         given = [] if shape is None else [f"{shape[1]} {shape[0]}"]
         self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
 
-    def call(self, k: int) -> Stand:
-        """Return the pending call of the node in this block's row `k`."""
+    def call(self) -> Stand:
+        """Return the pending call of each node of this block."""
         if self.kind not in PAIRED:
-            return Stand.of(self.kind, self.signature, -1, None)
-        peers = self.options[PEER[self.kind]]
-        tensor = self.tensor[k] if self.has_rows and self.tensor is not None else self.tensor
-        return Stand.of(self.kind, None, peers[k] if self.has_rows else peers, tensor)
+            return Stand(COLLECTIVE, zlib.crc32(repr(self.signature).encode()))
+        peer, x = self.options[PEER[self.kind]], self.tensor
+        if x is None:
+            return Stand(self.kind, peer=peer)
+        if x.dim() > MOST_DIMENSIONS:
+            raise StrategyError(
+                f"{self.kind}() takes a tensor of at most {MOST_DIMENSIONS} dimensions, not {x.dim()}: flatten it"
+            )
+        return Stand(self.kind, 0, peer, tuple(x.shape), x.dtype, x.is_cpu)
 
 
 class _Place:
@@ -269,10 +265,10 @@ class _Place:
         Only this object's own thread may call this method.
 
         Raises:
-            StrategyError: a paired call does not name a partner for each of this block's nodes.
+            StrategyError: a paired call does not name its partner, or comes from a strategy with `stacked = True`.
         """
         if kind in PAIRED:
-            options = {PEER[kind]: self._peers(kind, tensor, options[PEER[kind]])}
+            options = {PEER[kind]: self._peer(kind, options[PEER[kind]])}
         self.request = _Request(kind, tensor, options, self.has_rows)
         self.stopped.release()
         self.go.acquire()
@@ -281,19 +277,17 @@ class _Place:
             raise _Abandoned
         return self.result
 
-    def _peers(self, kind: str, tensor: Tensor | None, given: Any) -> int | tuple[int, ...]:
-        """Return the partner: a node, or a node for each row."""
-        if self.has_rows and kind != "exchange":
-            raise StrategyError(f"{kind}() works for one node only, not with stacked = True: use exchange(x, partner)")
+    def _peer(self, kind: str, given: Any) -> int:
+        """Return the partner's number."""
+        if self.has_rows:
+            raise StrategyError(f"{kind}() works for one node only: leave stacked = True out")
         try:
-            peers = torch.as_tensor(given)
+            peer = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):
-            peers = torch.empty(0)
-        wanted = (len(tensor),) if self.has_rows and tensor is not None else ()
-        if peers.is_floating_point() or peers.dtype == torch.bool or tuple(peers.shape) != wanted:
-            one = f"a node's number for each of the {wanted[0]} rows" if wanted else "a node's number"
-            raise StrategyError(f"{kind}() got {PEER[kind]}={given!r}, wanted {one}")
-        return tuple(peers.tolist()) if wanted else int(peers)
+            peer = torch.empty(0)
+        if peer.is_floating_point() or peer.dtype == torch.bool or peer.dim():
+            raise StrategyError(f"{kind}() got {PEER[kind]}={given!r}, wanted a node's number")
+        return int(peer)
 
     def _live(self) -> None:
         set_place(self)
@@ -331,19 +325,6 @@ class Stand:
     dtype: torch.dtype = torch.float32
     on_cpu: bool = True
 
-    @classmethod
-    def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Stand:
-        """Return a node's call of a `kind` with its `tensor`. Collective calls with equal `signature` match."""
-        if kind not in PAIRED:
-            return cls(COLLECTIVE, zlib.crc32(repr(signature).encode()))
-        if tensor is None:
-            return cls(kind, peer=peer)
-        if tensor.dim() > MOST_DIMENSIONS:
-            raise StrategyError(
-                f"{kind}() takes a tensor of at most {MOST_DIMENSIONS} dimensions, not {tensor.dim()}: flatten it"
-            )
-        return cls(kind, 0, peer, tuple(tensor.shape), tensor.dtype, tensor.is_cpu)
-
     def numbers(self) -> list[int]:
         shape = [len(self.shape), *self.shape, *[0] * (MOST_DIMENSIONS - len(self.shape))]
         return [KINDS.index(self.kind), self.mark, self.peer, DTYPES.index(self.dtype), self.on_cpu, *shape]
@@ -363,14 +344,10 @@ def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
     return dict(zip(everyone, map(Stand.from_numbers, wire.rows(mine, everyone).tolist()), strict=True))
 
 
-def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes that can continue, sorted.
+def pairs_of(calls: Mapping[int, Stand]) -> list[tuple[int, int]]:
+    """Return the pairs of nodes that can continue, sorted. `calls` holds all nodes' calls.
 
     A pair is (sender, receiver), or the two partners of an exchange, with the lower id first.
-
-    Args:
-        calls: all nodes' calls.
-        blocks: groups of nodes that continue together or not at all.
 
     Raises:
         StrategyError: a node names a missing or absent node, a send or receive names its own node, or partners have
@@ -399,13 +376,7 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
                 f"{other.shape}; partners must give tensors of equal shape and dtype"
             )
         pairs.append((node, call.peer))
-    while True:  # in a group, all nodes must have their partners
-        found = {node for pair in pairs for node in pair}
-        ready = {node for block in blocks if found.issuperset(block) for node in block}
-        kept = [pair for pair in pairs if ready.issuperset(pair)]
-        if len(kept) == len(pairs):
-            return pairs
-        pairs = kept
+    return pairs
 
 
 def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Stand]) -> StrategyError:
