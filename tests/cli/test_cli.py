@@ -231,7 +231,7 @@ def test_advice_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0].startswith("run: exogym compare --dataset digits --strategies ddp,diloco:H=100 --nodes 4")
-    assert re.match(r"takes: 2\d\.\d min for 1\d{3} steps of 1\.2\d? s;", lines[1])
+    assert re.match(r"takes: 2\d\.\d min to DDP's loss, for 1\d{3} steps of 1\.2\d? s;", lines[1])
     assert lines[2].startswith("because it has the smallest expected time")
     assert printed.err == "" and list(folder.iterdir()) == []
     lines = lines[next(k for k, line in enumerate(lines) if line.startswith("strategy")) :]

@@ -131,7 +131,7 @@ class Advice:
 
     def _takes(self, best: Row) -> str:
         each = readable_seconds(best.seconds_per_step)
-        text = f"{readable_seconds(best.seconds)} for {best.steps} steps of {each}"
+        text = f"{readable_seconds(best.seconds)} to DDP's loss, for {best.steps} steps of {each}"
         if self.num_nodes == 1:
             return text
         low, high = best.speedup_range or (best.speedup, best.speedup)

@@ -382,7 +382,7 @@ def test_formula_and_clock_agree(network):
 
 def test_ten_thousand_nodes_and_any_size():
     advice = advise(parameters=1e12, num_nodes=10_000, network=Network.groups([100] * 100, "nvlink", "wan,jitter=0"),
-                    step_seconds=StepTime(10, sigma=0.1))  # fmt: skip
+                    step_seconds=StepTime("10s", sigma=0.1))  # fmt: skip
     assert all(math.isfinite(r.seconds_per_step) for r in advice.rows)
 
 

@@ -131,7 +131,7 @@ def test_the_command_runs_for_every_strategy_that_is_compared_by_default(text, n
 
 def test_the_answer_leaves_out_numbers_that_say_nothing():
     one, fast = {"num_nodes": 1, "strategies": ["ddp"]}, {"network": "10TB/s"}
-    assert advise(**FLEET | one, steps=STEPS).answer.takes == "4.44 h for 20000 steps of 800 ms"
+    assert advise(**FLEET | one, steps=STEPS).answer.takes == "4.44 h to DDP's loss, for 20000 steps of 800 ms"
     takes = advise(**FLEET | fast, strategies=["ddp"], steps=STEPS).answer.takes
     assert takes.endswith("; 4 times as soon as the fastest node alone, which probably takes 17.8 h")
 
