@@ -281,11 +281,12 @@ def _first_to_arrive(
     each = {row.strategy: max(row.seconds_per_step, LEAST) for row in rows}
     choice: Choice = chosen({name: s for name, s in each.items() if name not in rare} or each, beliefs)
     best = next(row for row in rows if row.strategy == choice.method)
-    source = f". It probably takes {best.ddp_steps:.2g} times DDP's steps (from {best.source})" if best.source else ""
-    return best, (
-        f"it has the smallest expected time to the loss that DDP reaches after {steps} steps; with a probability of "
-        f"{choice.sure:.0%} it takes at most 5 % longer than the best{source}"
-    )
+    because = f"it has the smallest expected time to the loss that DDP reaches after {steps} steps"
+    if best.source:
+        factor = math.exp(beliefs[best.strategy].sd)
+        because += f". It probably takes {best.ddp_steps:.2g} times DDP's steps, give or take a factor of {factor:.1f}"
+        because += f" ({best.source})"
+    return best, because
 
 
 def _sources(rows: Sequence[Row]) -> list[str]:

@@ -63,7 +63,8 @@ def test_small_tasks_count_for_small_models_and_publications_for_large_ones():
 
 
 def test_what_nobody_published_is_said():
-    assert at_scale(OURS, "powersgd", 1, 1000, 1e9, 4)[0] == OURS
+    small, large = (at_scale(OURS, "powersgd", 1, 1000, parameters, 4)[0] for parameters in (1e5, 1e9))
+    assert small == OURS and large.mean == OURS.mean and large.sd == pytest.approx(math.hypot(0.5, 0.5))
     assert steps_of("powersgd", 1e9, 4)[1].endswith("; we could read no publication about it")
     assert at_scale(Belief(0.0, 0.0, 0.0), "ddp", 1, 1000, 1e9, 4) == (Belief(0.0, 0.0, 0.0), "")
 
@@ -86,7 +87,7 @@ def test_the_answer_names_its_source_and_what_it_assumed(capsys):
     printed = capsys.readouterr().out
     run, takes, because = printed.splitlines()[:3]
     assert "streaming_diloco" in run and "times as soon as the fastest node alone" in takes
-    assert "need 1.4 times DDP's steps" in takes and "from arXiv:2501.18512, 35M to 1B parameters" in because
+    assert "need 1.4 times DDP's steps" in takes and "(arXiv:2501.18512, 35M to 1B parameters" in because
     assert "- a node's step is 65536 tokens" in printed and "after 9461 steps" in because
     assert "- powersgd" in printed.replace(
         "- sparseloco:H=100, sparseloco:H=30, sparseloco:H=10, powersgd", "- powersgd"
