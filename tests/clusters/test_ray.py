@@ -68,7 +68,8 @@ def script(folder: Path, source: str, environment: dict[str, str]) -> str:
     """Run a script that begins with PROBLEM in the folder; return what it printed."""
     path = folder / "script.py"
     path.write_text(PROBLEM + source)
-    given = environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    given = environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, str(path)], cwd=folder, env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
