@@ -1,22 +1,142 @@
-"""Prepare the script's processes before torch's elastic agent starts or restarts them, and describe their failures."""
+"""Run a script's processes with torch's elastic agent: prepare them before each start, and describe their failures."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import signal
-from collections.abc import Mapping
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+from torch.distributed.launcher.api import LaunchConfig as AgentConfig
+from torch.distributed.launcher.api import elastic_launch
 
-from exogym.core.base.torch_private import failure_of
+from exogym.core.base.torch_private import AGENT_LOGGERS, FAILURE_LOGGER, failure_of
 from exogym.core.progress import notice
-from exogym.machines.launch.config import FIRST_RANK, LaunchConfig
+from exogym.errors import ArgumentError, ExoGymError, TrainingError
+from exogym.machines.launch import rendezvous
+from exogym.machines.launch.config import BACKEND_VARIABLE, FIRST_RANK, LaunchConfig
+from exogym.machines.launch.door import SECRET, WrongSecret
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import Machine
-from exogym.machines.launch.stopping import kill_what_is_left
+from exogym.machines.launch.stopping import Interrupted, kill_what_is_left
+
+RUNNER = Path(__file__).with_name("runner.py")
+
+
+def run(
+    config: LaunchConfig, folder: Path, output: RankOutput, log_dir: Path | None, words: Sequence[str]
+) -> tuple[int, str | None]:
+    """Run a script in the processes that `config` says. Return the exit code and, if it is not 0, what to say.
+
+    Args:
+        folder: the launch's folder.
+        output: the ranks' output, which also goes into files in `log_dir`.
+        words: "script" or "module", the script's path or the module's name, and its arguments.
+    """
+    rendezvous.check_address(config.address)
+    node = Machine(config.node_rank, config.address, config.port, config.start_timeout)
+    attempts = Attempts(folder, output, node, config)
+    command = ["-u", str(RUNNER), str(folder), str(os.getpid()), *words]
+    escaped = [word.replace("$", "$$") for word in command]  # the agent replaces $names
+    try:
+        with _quiet_agent(config, attempts.record):
+            elastic_launch(_agent_config(config, node, attempts), sys.executable)(*escaped)
+        return 0, None
+    except ChildFailedError as failed:
+        rank, failure = first_failure(failed.failures)
+        world_size = attempts.world_size if attempts.first_rank is None else None
+        return exit_code(failure), describe((attempts.first_rank or 0) + rank, failure, world_size, log_dir)
+    except SignalException as stop:
+        raise Interrupted(stop.sigval) from None
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        raise _no_meeting(config, error, node) from error
+
+
+def _agent_config(config: LaunchConfig, node: Machine, attempts: Attempts) -> AgentConfig:
+    rendezvous.register()
+    return AgentConfig(
+        min_nodes=config.nnodes,
+        max_nodes=config.nnodes,
+        nproc_per_node=config.nproc_per_node,
+        run_id=rendezvous.NAME,
+        rdzv_backend=rendezvous.NAME,
+        rdzv_endpoint=config.endpoint,
+        rdzv_configs={"node": node},
+        local_addr=config.address,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        logs_specs=attempts,
+        signals_to_handle="",  # the launcher handles signals itself
+    )
+
+
+@contextlib.contextmanager
+def _quiet_agent(config: LaunchConfig, record: AgentsRecord) -> Iterator[None]:
+    """Inside, torch's agent logs only errors, or nothing if it can say nothing new, and `record` listens."""
+    level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
+    before = {
+        log: log.level
+        for name, log in logging.root.manager.loggerDict.items()
+        if name.startswith(AGENT_LOGGERS) and isinstance(log, logging.Logger)
+    }
+    for log in before:
+        log.setLevel(level)
+    logging.getLogger(FAILURE_LOGGER).addFilter(record)
+    try:
+        yield
+    finally:
+        logging.getLogger(FAILURE_LOGGER).removeFilter(record)
+        for log, level in before.items():
+            log.setLevel(level)
+
+
+def _no_meeting(config: LaunchConfig, error: Exception, node: Machine) -> ExoGymError:
+    cause = error.__cause__ or error
+    if isinstance(cause, WrongSecret):
+        return TrainingError(
+            f"{cause}: set {SECRET} to the same text on all machines, or give another master_port= if the other "
+            "run continues"
+        )
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number == errno.EADDRINUSE:
+        return ArgumentError(
+            f"port {config.port} is taken on this machine: give another master_port=, the "
+            "same on all machines (with one machine, leave it out: a free port is found)"
+        )
+    if number == errno.EADDRNOTAVAIL:
+        return ArgumentError(
+            f"master_addr={config.address!r} belongs to no interface of this machine: give an address "
+            "of this machine (`ip addr`, macOS: ifconfig), or a node_rank other than 0"
+        )
+    if node.attempt >= 0 and not isinstance(error, RendezvousTimeoutError):
+        return TrainingError(f"a machine has left the run: {cause}")
+    return TrainingError(
+        f"not all nnodes={config.nnodes} machines met at {config.endpoint} within "
+        f"start_timeout={config.start_timeout} seconds: start the launcher on each with the same nnodes, "
+        "master_addr and master_port, and its own node_rank; this is machine "
+        f"{config.node_rank} ({type(error).__name__}: {cause})"
+    )
+
+
+def _environment(config: LaunchConfig) -> dict[str, str]:
+    """Return the variables to add to each process's environment."""
+    wanted = {"OMP_NUM_THREADS": "1"}
+    if config.nnodes == 1:  # then the ranks' ports stay on the loopback
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+        if loopback is not None:
+            wanted |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    return added if config.backend is None else added | {BACKEND_VARIABLE: config.backend}
 
 
 class Attempts(DefaultLogsSpecs):
@@ -26,18 +146,15 @@ class Attempts(DefaultLogsSpecs):
         folder: folder for the files in which the processes record their errors.
         output: the ranks' output. Before each start, it gets the rank of each process on this machine.
         node: this machine in the launch, with the current attempt's number. The number is the same on all machines.
-        environment: variables to add to each process's environment.
         config: the launch's settings.
 
     Attributes:
         record: a filter for the log of torch's agent. It stores which process on this machine failed.
     """
 
-    def __init__(
-        self, folder: Path, output: RankOutput, node: Machine, environment: dict[str, str], config: LaunchConfig
-    ):
+    def __init__(self, folder: Path, output: RankOutput, node: Machine, config: LaunchConfig):
         super().__init__(log_dir=str(folder / "errors"))
-        self.folder, self.output, self.node, self.environment = folder, output, node, environment
+        self.folder, self.output, self.node, self.environment = folder, output, node, _environment(config)
         self.config, self.record = config, AgentsRecord()
         self.world_size = 0
         self.first_rank = int(os.environ[FIRST_RANK]) if FIRST_RANK in os.environ else None

@@ -324,7 +324,7 @@ def test_the_rank_that_ended_an_attempt_is_named(tmp_path, monkeypatch):
 
     def said(nnodes: int, nproc: int, record: tuple[int, int, int] | None, *wrote: tuple[int, bool]) -> str:
         config = LaunchConfig(nproc_per_node=nproc, nnodes=nnodes, master_addr="localhost")
-        attempts = Attempts(tmp_path, SimpleNamespace(ranks={0: 4, 1: 5}), None, {}, config)
+        attempts = Attempts(tmp_path, SimpleNamespace(ranks={0: 4, 1: 5}), None, config)
         for rank, lost in wrote:
             failure(tmp_path, rank, 1, 100.0 + rank, lost)
         attempts._error_files = {rank: str(tmp_path / f"{rank}.json") for rank in range(nproc)}
