@@ -565,23 +565,6 @@ def test_the_description_is_json_and_says_what_was_run():
     assert described["chosen"] == {"compute": "loop", "micro_batch_size": None}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_stretches_change_no_bit(name):
-    class OneStep(LocalTrainer):
-        max_stretch = 1
-
-    model = lambda: nn.Sequential(network(), nn.BatchNorm1d(2), nn.Dropout(0.2))  # noqa: E731
-    ends = [
-        fit(STRATEGIES[name](), model=model(), trainer_class=cls, num_nodes=3, max_steps=10, precision=precision,
-            val=examples(8), val_interval=4)
-        for cls in (LocalTrainer, OneStep)
-        for precision in ("fp32", "fp16")
-    ]  # fmt: skip
-    marks = [fingerprint(run.model) for run in ends]
-    assert marks[:2] == marks[2:] and marks[0] != marks[1]
-    assert averaged(ends[0], "train_loss") == averaged(ends[2], "train_loss")
-
-
 def test_the_last_synchronisation_is_in_every_row_of_its_step():
     """H does not divide T: the bytes of the synchronisation at the end are in the nodes' rows too."""
     model, data = small_problem()

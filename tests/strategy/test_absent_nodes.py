@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from battery import each
-from problems import MixedRegressor, Regressor, fleet_of, run_of, same, unlike
+from problems import Regressor, fleet_of, run_of, same, unlike
 from torch import Tensor, nn
 
 from exogym.core.base.rng import generator
@@ -151,18 +149,6 @@ SAMPLED: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "unequal work": lambda: FedAvgStrategy("sgd", H=4, local_steps=[4, 1, 2, 3]),
 }
 ALL = ANY | SAMPLED
-OF_EACH_KIND = (
-    *("ddp", "demo", "diloco", "diloco delayed", "streaming 8 bit", "noloco", "sparta topk"),
-    *("composition", "clients in islands", "unequal work"),
-)
-
-
-def faults_for(strategy: CommunicateOptimizeStrategy) -> Faults:
-    """A bit of everything."""
-    return Faults(
-        absent={1: [(3, 9), (30, None)]}, drop_rate=0.1, mean_outage_steps=3.0, lost={0: [4, 8]}, lost_rate=0.1,
-        slow=None if strategy.needs_gradients else {2: 0.6}, seed=3,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ANY)
@@ -191,76 +177,6 @@ def test_faults_that_never_strike_change_no_bit(name: str) -> None:
     quiet = hand(ALL[name](), Faults(absent={0: [(99, None)]}, lost={1: [98]})).go(24)
     assert torch.equal(quiet, hand(ALL[name](), Faults()).go(24))
     assert not torch.equal(quiet, hand(ALL[name](), Faults(absent={0: [(7, None)]})).go(24))
-
-
-@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
-def test_placement_changes_no_bit(name: str) -> None:
-    strategy, model = ALL[name](), MixedRegressor()
-    there = faults_for(strategy).bind(4, strategy.needs_gradients)
-    states = {len(there.up(t)) for t in range(1, 41)}
-    assert len(states) > 2 and any(there.returning(t)[0] for t in range(1, 41))
-    whole = Hand(strategy, fleet_of(start_values(4, model), model=model), there)
-    wanted = whole.go(40)
-    assert bool(torch.isfinite(wanted).all())
-    for blocks in ([[0], [1], [2], [3]], [[0], [1, 2, 3]], [[0, 1, 2], [3]]):
-        rows, fleets = apart(ALL[name](), blocks, model, there, 40)
-        assert torch.equal(rows, wanted)
-        for fleet in fleets:
-            assert fleet.comm.ledger.tx_bytes.tolist() == whole.fleet.comm.ledger.tx_bytes.tolist()
-            assert fleet.comm.ledger.traffic == whole.fleet.comm.ledger.traffic
-
-
-def apart(
-    strategy: CommunicateOptimizeStrategy, blocks: list[list[int]], model: nn.Module, there: Attendance, steps: int
-) -> tuple[Tensor, list[Fleet]]:
-    """Drive rows that lie in several blocks, each a program of its own that meets the others at the wire."""
-    num_nodes, values = sum(map(len, blocks)), start_values(4, model)
-    everyone = list(range(num_nodes))
-    hands: dict[int, Hand] = {}
-    rows: dict[int, Tensor] = {}
-
-    def program(k: int) -> Callable[[], None]:
-        def run_it() -> None:
-            fleet = fleet_of(values, blocks[k], model)
-            fleet.comm = Communicator(blocks[k], num_nodes, _MeetingWire(blocks, k))
-            with torch.no_grad():
-                hands[k] = Hand(copy.deepcopy(strategy), fleet, there)
-                rows[k] = hands[k].go(steps)
-
-        return run_it
-
-    meeting = Meeting(Communicator(everyone, num_nodes), lambda _: None, lambda _: None, blocks)
-    try:
-        meeting.run([program(k) for k in range(len(blocks))])
-    finally:
-        meeting.close()
-    return torch.cat([rows[k] for k in range(len(blocks))]), [hands[k].fleet for k in range(len(blocks))]
-
-
-@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
-def test_stretches_change_no_bit(name: str) -> None:
-    strategy = ALL[name]()
-    wanted = hand(strategy, faults_for(strategy)).go(40)
-    for longest in (1, 3):
-        assert torch.equal(hand(ALL[name](), faults_for(strategy)).go(40, longest), wanted)
-
-
-@pytest.mark.parametrize("name", each(ALL, fast=OF_EACH_KIND))
-def test_stopping_changes_no_bit(name: str) -> None:
-    strategy = ALL[name]()
-    given = faults_for(strategy)
-    whole = hand(strategy, given).go(40)
-    for stop in (9, 10, 17, 22, 23):
-        first = hand(ALL[name](), given)
-        rows = first.go(stop).clone()
-        second = hand(ALL[name](), given)
-        second.fleet.blocks[0].params.copy_(rows)
-        second.step, second.taken = stop, first.taken
-        for old, new in zip(first.strategy.modules, second.strategy.modules, strict=True):
-            for row in range(4):
-                new.load_row(row, {key: value.clone() for key, value in old.row(row).items()})
-            new.load_shared({key: value.clone() for key, value in old.shared().items()})
-        assert torch.equal(second.go(40), whole)
 
 
 # Strategies against their rules, written out

@@ -344,9 +344,6 @@ def test_slowmo_refuses_a_rate_of_zero() -> None:
         train(SlowMoStrategy("sgd", H=4, lr=0.1, lr_scheduler=lambda t: 0.0))
 
 
-# The number of nodes
-
-
 # What the clock says
 
 
@@ -367,14 +364,3 @@ def test_a_delayed_average_is_hidden_by_the_steps_meanwhile() -> None:
     assert seconds(DiLoCoStrategy(H=4, lr=0.02, eager=True)) == pytest.approx(1.6 + 3 * (ring_s - 0.4))
     waited = seconds(DiLoCoStrategy(H=8, lr=0.02, delay=8), final_sync=True)
     assert waited == pytest.approx(1.6 + ring_s)
-
-
-def test_a_stopped_run_goes_on_with_what_is_on_its_way(tmp_path: Any) -> None:
-    options: dict[str, Any] = {"network": "8kbps,1ms", "step_seconds": 0.1}
-    for make in (lambda: DiLoCoStrategy(H=4, lr=0.02, delay=3), lambda: DiLoCoStrategy(H=4, lr=0.02, eager=True)):
-        whole = train(make(), steps=12, **options)
-        folder = tmp_path / str(make().modules[0].__class__.__name__)
-        train(make(), steps=9, save_dir=folder, checkpoint_interval=9, **options)
-        again = train(make(), steps=12, save_dir=folder, resume=True, **options)
-        assert torch.equal(again.rows, whole.rows)
-        assert again.trainer.clock.time_s.tolist() == whole.trainer.clock.time_s.tolist()
