@@ -149,15 +149,16 @@ def compare(
 @app.command()
 def export(
     name: Name,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .csv or .parquet.")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .csv.")],
     where: Where = RUNS,
     debug: Debug = False,
 ) -> None:
-    """Write a run's records to a CSV or Parquet file.
+    """Write a run's records to a CSV file.
 
     For a comparison or sweep, writes the records of all its runs. The first column, run, then names each row's run.
     """
-    check_choice("--to: the file's ending", to.suffix, (".csv", ".parquet"))
+    if to.suffix != ".csv":
+        raise ArgumentError(f"--to {to} must end in .csv; for other files write exogym.runs.load(...).to_pandas()")
     names = _with_children(where, [name]) if where.is_dir() else [name]
     if not names:
         raise ArgumentError(f"{name} has no run yet: wait until its first run has begun")
@@ -165,7 +166,7 @@ def export(
     if names != [name]:
         of_all = [{"run": one.removeprefix(f"{name}/")} | row for one in names for row in _load(where, one).records]
         run = dataclasses.replace(run, path=where / name, records=of_all)
-    (run.to_csv if to.suffix == ".csv" else run.to_parquet)(to)
+    run.to_csv(to)
     of = "" if names == [name] else f" of {len(names)} runs"
     print(f"{len(run.records)} records{of} written to {to}")
 

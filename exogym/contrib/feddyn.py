@@ -115,7 +115,7 @@ class FedDynStrategy(CommunicateOptimizeStrategy):
 
     Args:
         alpha: weight of both terms, over 0. The paper has 0.001 to 0.1 with SGD. With AdamW, whose steps are longer,
-            0.3 and more learn better (`exogym benchmark --trials`).
+            0.3 and more learn better.
         H, client_fraction, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Clients have equal
             weights, as in the paper.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.

@@ -51,7 +51,7 @@ import numpy as np
 from exogym.core.base.processes import is_alive
 from exogym.core.record.run_folder import standing
 from exogym.errors import ArgumentError, nearest, needs
-from exogym.files import beside, end_of
+from exogym.files import end_of
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.record import read_file, read_object, row_of, rows_in
 from exogym.strategy.names import short_names
@@ -178,12 +178,6 @@ class Run(StoredRun):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the records to a CSV file. Missing values are empty."""
         write_csv(path, self.columns, self.records)
-
-    def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the records to a Parquet file. The package pyarrow must be installed."""
-        needs("pyarrow", "parquet")
-        with beside(path) as made:
-            self.to_pandas().to_parquet(made, index=False)
 
 
 def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:

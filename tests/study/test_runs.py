@@ -129,16 +129,14 @@ def test_a_run_is_loaded_as_the_trainer_has_it(tmp_path: Path) -> None:
 def test_it_is_exported(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import pandas
 
-    for name in ("one.csv", "one.parquet"):
-        assert main(["runs", "export", "one", "--runs", str(made), "--to", str(tmp_path / name)]) == 0
-    run = runs.load(made / "one")
-    for frame in (pandas.read_csv(tmp_path / "one.csv"), pandas.read_parquet(tmp_path / "one.parquet")):
-        assert list(frame.columns) == run.columns and len(frame) == len(run.records)
-        assert frame["val_loss"].dropna().tolist() == pytest.approx([
-            row["val_loss"] for row in run.records if row.get("val_loss") is not None
-        ])  # fmt: skip
+    assert main(["runs", "export", "one", "--runs", str(made), "--to", str(tmp_path / "one.csv")]) == 0
+    run, frame = runs.load(made / "one"), pandas.read_csv(tmp_path / "one.csv")
+    assert list(frame.columns) == run.columns and len(frame) == len(run.records)
+    assert frame["val_loss"].dropna().tolist() == pytest.approx([
+        row["val_loss"] for row in run.records if row.get("val_loss") is not None
+    ])  # fmt: skip
     assert main(["runs", "export", "one", "--runs", str(made), "--to", "one.xls"]) == 2
-    assert "'.xls' is not one of '.csv', '.parquet'" in capsys.readouterr().err
+    assert "must end in .csv" in capsys.readouterr().err
 
 
 def test_a_comparison_is_exported_with_all_its_runs(
@@ -148,15 +146,14 @@ def test_a_comparison_is_exported_with_all_its_runs(
 
     (parent,) = [run for run in runs.list(made) if run.kind == "comparison"]
     children = [run for run in runs.list(made) if run.name.startswith(f"{parent.name}/")]
-    for name, read in {"all.csv": pandas.read_csv, "all.parquet": pandas.read_parquet}.items():
-        assert main(["runs", "export", parent.name, "--runs", str(made), "--to", str(tmp_path / name)]) == 0
-        frame = read(tmp_path / name)
-        assert f"{len(frame)} records of {len(children)} runs written" in capsys.readouterr().out
-        assert frame.columns[0] == "run" and len(children) > 1
-        for child in children:
-            rows = frame[frame["run"] == child.path.name]
-            records = runs.load(child.path).records
-            assert rows["step"].tolist() == [row["step"] for row in records] and len(rows)
+    assert main(["runs", "export", parent.name, "--runs", str(made), "--to", str(tmp_path / "all.csv")]) == 0
+    frame = pandas.read_csv(tmp_path / "all.csv")
+    assert f"{len(frame)} records of {len(children)} runs written" in capsys.readouterr().out
+    assert frame.columns[0] == "run" and len(children) > 1
+    for child in children:
+        rows = frame[frame["run"] == child.path.name]
+        records = runs.load(child.path).records
+        assert rows["step"].tolist() == [row["step"] for row in records] and len(rows)
 
 
 def test_who_was_killed_is_lost(tmp_path: Path) -> None:
