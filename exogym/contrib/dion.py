@@ -22,7 +22,7 @@ and share one M. AdamW trains all other parameters (embeddings, head, vectors) w
 are defined as for Muon (`exogym.strategy.muon`).
 
 Payload per step, in two all-reduces, with b bytes per element: r (m + n) b bytes for each compressed matrix, and b
-bytes for each other element. `advise` assumes that all parameters are in hidden matrices of 1024 x 1024.
+bytes for each other element. `advise` assumes square hidden matrices, as for PowerSGD.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Gr
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.muon import HiddenAdamW
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.powersgd import SIDE, mean_parts, orthogonal, products
+from exogym.strategy.powersgd import mean_parts, orthogonal, products, side_of
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -99,10 +99,11 @@ class OrthonormalMomentum(GradientModule):
         self.rank_fraction, self.mu = rank_fraction, mu
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        r = self.rank(SIDE, SIDE)
-        if not self.is_compressed(SIDE, SIDE):
+        side = max(2, round(side_of(P)))
+        if not self.is_compressed(side, side):
             return [Traffic("all_reduce", P * b)]
-        return [Traffic("all_reduce", r * P * b / SIDE), Traffic("all_reduce", r * P * b / SIDE)]
+        one = Traffic("all_reduce", self.rank(side, side) * P * b / side)
+        return [one, one]
 
     def rank(self, m: int, n: int) -> int:
         return math.ceil(self.rank_fraction * min(m, n))

@@ -70,6 +70,8 @@ class Pricing:
     def seconds(self, event: Event, draw: int | None = None, idle_s: float = math.inf) -> float:
         """Return how many seconds a communicator's event takes once its last member is ready.
 
+        With a library, its own algorithm replaces the usual one of the event's collective.
+
         Args:
             draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
                 jitter, without setting connections up.
@@ -84,7 +86,9 @@ class Pricing:
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
-        way = event.algorithm
+        way: str | None = event.algorithm
+        if self.library in OWN and way == algorithms_of(event.kind)[0]:
+            way = None  # a usual algorithm: the library takes its own
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s, way)
         return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)

@@ -12,8 +12,8 @@ discrete cosine transform:
     theta <- theta - gamma sign(IDCT(q))
 
 Payload per node and step: (number of chunks) * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An
-index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends
-8-byte indices: 12 bytes for each coefficient.)
+index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4, so by default a coefficient
+takes 6 bytes. The paper's bytes are 12 for each coefficient, because its code sends 8-byte indices.
 
 FlexDeMo (From et al., arXiv:2502.06728) is DeMo between nodes of several devices that share the model:
 `fit(DeMoStrategy(), node=NodeMesh(shard=4))`.

@@ -15,7 +15,8 @@ matrices travel uncompressed, in the first of a step's two all-reduces.
 
 Payload per step, in two all-reduces, with b bytes per element: r (n + m) b bytes for each compressed matrix, and b
 bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: b bytes for each
-parameter. `advise` assumes that all parameters are in matrices of 1024 x 1024: 2 r b / 1024 bytes for each parameter.
+parameter. Unless `advise` knows the model, it assumes that all P parameters are in matrices of d x d, with
+d = (32 P / 3)^(1/3) (see `side_of`): 2 r b / d bytes for each parameter.
 
 With absent nodes, means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
 node returns. The returning node continues at the fleet's step. It receives parameters, buffers, inner optimizer state
@@ -42,7 +43,17 @@ from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
-SIDE = 1024  # rows and columns of the matrices that `advise` assumes
+
+def side_of(P: float) -> float:
+    """Return d, if P parameters are in matrices of d x d, as in a transformer of GPT-3's shape.
+
+    Such a model has L layers of 12 d^2 parameters each (Kaplan et al., arXiv:2001.08361), and d is 128 L (Brown et al.,
+    arXiv:2005.14165: 96 layers of width 12,288).
+
+    >>> [round(side_of(P)) for P in (124e6, 1.3e9, 175e9)]
+    [1098, 2402, 12313]
+    """
+    return (P * 128 / 12) ** (1 / 3)
 
 
 class LowRankMean(GradientModule):
@@ -70,7 +81,8 @@ class LowRankMean(GradientModule):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         shapes = shapes_of(P)
         if shapes is None:
-            return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
+            one = Traffic("all_reduce", self.rank * P * b / side_of(P))
+            return [one, one]
         matrices = [self.matrix(shape) for shape in shapes]
         rest = sum(math.prod(shape) for shape, matrix in zip(shapes, matrices, strict=True) if matrix is None)
         first = rest + sum(n * r for n, _, r in filter(None, matrices))
@@ -185,7 +197,7 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
     >>> strategy = PowerSGDStrategy(inner_optim="sgd", rank=2, lr=0.1)
     """
 
-    name, title, paper, payload = "powersgd", "PowerSGD", "arXiv:1905.13727", "2 rank P b / 1024"
+    name, title, paper, payload = "powersgd", "PowerSGD", "arXiv:1905.13727", "2 rank P b / (32 P / 3)^(1/3)"
     ranges = ()
     equation = "P <- orth(mean_i (G_i + E_i) Q); Q <- mean_i (G_i + E_i)^T P; G = P Q^T; E_i <- G_i + E_i - G"
     needs = "all nodes twice at every step, with r (n + m) of n m elements"

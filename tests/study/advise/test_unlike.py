@@ -93,7 +93,7 @@ def by_the_clock(
 @pytest.mark.parametrize(("text", "seed"), in_turn([*OURS, *MORE], (1, 2)))
 def test_a_row_is_what_the_clock_says_on_unlike_lines(text, seed, monkeypatch):
     """The time, the share of computing, and whether the slowest node computes enough, which decides the advice."""
-    monkeypatch.setattr(powersgd, "SIDE", SIDE)
+    monkeypatch.setattr(powersgd, "side_of", lambda P: SIDE)
     monkeypatch.setattr(pulseloco, "VISIBLE", 1.0)  # without a cast
     network, steps_s = unlike(seed)
     rough = max([ROUGH.get(text, 0.0), ROUGH.get(text.partition(":")[0], 0.0), 0.005])
