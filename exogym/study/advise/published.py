@@ -1,6 +1,7 @@
 """What publications measured at scale: how many steps methods take to DDP's loss.
 
-Each row of `published.csv` is a cell of a publication's table: a method and data-parallel training at equal tokens.
+Each row of `published.csv` is a cell of a publication's table: a method and data-parallel training at equal tokens. The
+column `where` names the table, and `read` how we read it: as text, as HTML or in the repository.
 `loss_ratio` is the method's loss over DDP's. It becomes a multiple m of DDP's steps with the scaling law of Hoffmann et
 al. (arXiv:2203.15556), for P parameters and D tokens (20 P if the publication does not say):
 
@@ -63,8 +64,7 @@ class Cell:
     """A cell of a publication's table.
 
     Attributes:
-        source, where: the publication's number on arXiv, and where in it.
-        read: how we read it: the paper's "text", its "html" page, or its authors' "repository".
+        source: the publication's number on arXiv.
         strategy: the method, as text.
         nodes, parameters: N, and P.
         tokens: D, of all nodes together.
@@ -73,8 +73,6 @@ class Cell:
     """
 
     source: str
-    where: str
-    read: str
     strategy: str
     nodes: int
     parameters: float
@@ -106,18 +104,13 @@ def slope(parameters: float, tokens: float) -> float:
 @cache
 def cells() -> tuple[Cell, ...]:
     """Return all published cells."""
-    return tuple(map(_cell, csv.DictReader(TABLE.read_text("utf-8").splitlines())))
-
-
-def _cell(row: dict[str, str]) -> Cell:
-    losses = [float(row[name]) for name in ("method", "ddp")]
-    if row["measure"] == "perplexity":
-        losses = [math.log(perplexity) for perplexity in losses]
-    parameters = float(row["parameters"])
-    return Cell(
-        row["source"], row["where"], row["read"], row["strategy"], int(row["nodes"]), parameters,
-        float(row["tokens"] or 20 * parameters), losses[0] / losses[1], row["but"],
-    )  # fmt: skip
+    found = []
+    for row in csv.DictReader(TABLE.read_text("utf-8").splitlines()):
+        loss = math.log if row["measure"] == "perplexity" else float
+        ratio, parameters = loss(float(row["method"])) / loss(float(row["ddp"])), float(row["parameters"])
+        tokens = float(row["tokens"] or 20 * parameters)
+        found.append(Cell(row["source"], row["strategy"], int(row["nodes"]), parameters, tokens, ratio, row["but"]))
+    return tuple(found)
 
 
 def at_scale(
