@@ -251,6 +251,7 @@ class Node:
         for block in self.fleet.blocks:
             block.own_grads()
         self.compute.keep_gradients(0)
+        self.compute.look_at_gradient(0)
         self._values = self._meet(step + 1)
         with torch.no_grad():
             moving = algorithm.on_gradients(step + 1, [0], False)

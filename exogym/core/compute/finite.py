@@ -74,6 +74,14 @@ class Watch:
             self.is_spoilt(rank, row, float(losses[at]), first + 1)
         raise of_loss(rank, float(losses[at]), first + at + 1)
 
+    def are_finite(self, tensors: Sequence[Tensor]) -> bool:
+        """Return True if all numbers are finite in all of the node's processes, after a single wait for the device.
+
+        False means that some may not be: then check them one by one.
+        """
+        total = torch.stack([_sum(x).float() for x in tensors]).sum().item() if tensors else 0.0
+        return not self.worker.fleet.comm.wire.columns.any(not math.isfinite(total))
+
     # Rows and gradients
 
     def row(self, rank: int, row: int, step: int) -> None:
@@ -167,11 +175,14 @@ class Watch:
         return [block.params[row] for block in self.worker.fleet.blocks]
 
 
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+
+
 def is_finite(x: Tensor) -> bool:
     """Return whether all numbers in `x` are finite. The single numbers are checked only if their sum is not finite.
 
     >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([torch.nan]))
     (True, True, False)
     """
-    total = x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
-    return math.isfinite(total.item()) or bool(torch.isfinite(x).all())
+    return math.isfinite(_sum(x).item()) or bool(torch.isfinite(x).all())

@@ -59,7 +59,7 @@ class TrainNode:
         return self.worker.fleet.ranks[self.row]
 
     def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
-        """Take `count` local steps and return their losses, (count,).
+        """Take `count` local steps and return their losses, (count,). Unless `watch.at_once`, nothing is checked yet.
 
         If `may_stop` is true, a stop request ends the method after the current step, with fewer losses. Under
         on_nonfinite="skip", a node whose parameters are not finite takes no more steps, and inf replaces the losses of
@@ -98,12 +98,10 @@ class TrainNode:
                 break
         worker.check(row)
         worker.check_frozen()
-        if watch.at_once:
-            taken = torch.tensor(losses)
-        else:
-            taken = watch.losses(self.rank, row, torch.stack(losses).to(torch.get_default_dtype()), first)
+        if not watch.at_once:
+            return torch.stack(losses).to(torch.get_default_dtype())
         watch.row(self.rank, row, first + len(losses))
-        return taken
+        return torch.tensor(losses)
 
     def next_batch(self) -> Any:
         """Return the batch for the node's next step."""
@@ -111,13 +109,7 @@ class TrainNode:
         return batch
 
     def compute_gradient(self) -> Tensor:
-        """Compute the gradients of the node's next step into `.grad`; return the loss.
-
-        Under on_nonfinite="skip", inf replaces a loss that is not finite.
-
-        Raises:
-            TrainingError: the loss is not finite, and on_nonfinite is not "skip".
-        """
+        """Compute the gradients of the node's next step into `.grad`; return the loss, which is not checked yet."""
         worker, first = self.worker, int(self.taken[self.row])
         worker.point(self.row)
         batch = self.next_batch()
@@ -125,7 +117,7 @@ class TrainNode:
         loss = worker.gradient(batch, self.row)
         worker.check(self.row)
         worker.check_frozen()
-        return self.watch.losses(self.rank, self.row, loss.reshape(1), first)[0]
+        return loss.reshape(())
 
 
 class Loop:
@@ -161,28 +153,47 @@ class Loop:
             worker.before_last_backward = self.buckets.arm
 
     def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
+        done: list[tuple[RowSpan, int, Tensor]] = []
         for span in spans:
             if may_stop and self.worker.should_stop():
-                return
-            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop)
+                break
+            first = int(self.taken[span.row])
+            done.append((span, first, self.nodes[span.row].train(len(span.columns), span.at, may_stop)))
+        self._end(done, losses, self.watch.at_once)
+
+    def _end(self, done: Sequence[tuple[RowSpan, int, Tensor]], losses: Losses, is_checked: bool = False) -> None:
+        """Add the losses of spans to `losses`, after a check of them and of the rows unless `is_checked`.
+
+        `done` has each span with the number of steps that its node took before, and with the losses of its steps.
+        """
+        rows = [span.row for span, *_ in done]
+        is_fine = is_checked or self.watch.are_finite([*(x for *_, x in done), *self._parts(rows)])
+        for span, first, taken in done:
+            rank = self.nodes[span.row].rank
+            if not is_fine:
+                taken = self.watch.losses(rank, span.row, taken, first)
+                self.watch.row(rank, span.row, first + len(taken))
             losses.add(span.row, span.columns, taken)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         for block in self.fleet.blocks:
             block.own_grads()
         self.overflowed, self.spoilt = False, []
-        losses = []
+        losses, fit = [], list[bool]()
         for row in rows:
             node = self.nodes[row]
             losses.append(node.compute_gradient())
+            fit.append(not self.worker.scaling.overflowed)
             self.overflowed = self.overflowed or self.worker.scaling.overflowed
             if self.buckets is None:
                 self.keep_gradients(row)
             else:
                 self.buckets.finish()
+                self.watch.losses(node.rank, row, losses[-1].reshape(1), int(self.taken[row]))
                 self.watch.gradients(node.rank, [p.grad for p in self.worker.parameters], int(self.taken[row]) + 1)
                 self.worker.clear_grads()
-        return torch.stack(losses) if losses else torch.empty(0, device=self.worker.device)
+        found = torch.stack(losses) if losses else torch.empty(0, device=self.worker.device)
+        return found if self.buckets is not None else self._looked_at(rows, found, fit)
 
     def apply(self, rows: Sequence[int], skip: bool = False) -> None:
         for row in rows:
@@ -193,7 +204,9 @@ class Loop:
                 self.point_gradients(row)
             self.inner.step(row, int(self.taken[row]), clip=False, skip=skip)
             self.taken[row] += 1
-            self.watch.row(self.nodes[row].rank, row, int(self.taken[row]))
+        if not self.watch.are_finite(self._parts(rows)):
+            for row in rows:
+                self.watch.row(self.nodes[row].rank, row, int(self.taken[row]))
 
     def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
         self.worker.scaling.overflowed = overflowed
@@ -208,15 +221,36 @@ class Loop:
         if self.buckets is not None:
             self.buckets.close()
 
-    def _look_at_gradient(self, row: int) -> None:
-        """Note whether the row's gradient is finite. The loss scale handles overflows in fp16."""
-        if self.worker.scaled and self.worker.scaling.overflowed:
-            return
+    def _parts(self, rows: Sequence[int], grads: bool = False) -> list[Tensor]:
+        """Return the parameters of `rows`, or their gradients, in as few tensors as there can be."""
+        whole = [block.own_grads() if grads else block.params for block in self.fleet.blocks]
+        return whole if len(rows) == len(self.fleet) else [matrix[row] for matrix in whole for row in rows]
+
+    def _looked_at(self, rows: Sequence[int], losses: Tensor, fit: Sequence[bool] | None = None) -> Tensor:
+        """Check the losses (len(rows),) and the gradients of the next step of `rows`, and return the losses.
+
+        Under on_nonfinite="skip", inf replaces a loss that is not finite. `fit` has False for each gradient that
+        overflowed in fp16, which the loss scale handles.
+
+        Raises:
+            TrainingError: a number is not finite, and on_nonfinite is not "skip".
+        """
+        if self.watch.are_finite([losses, *self._parts(rows, grads=True)]):
+            return losses
+        found = []
+        for k, row in enumerate(rows):
+            found.append(self.watch.losses(self.nodes[row].rank, row, losses[k : k + 1], int(self.taken[row])))
+            if fit is None or fit[k]:
+                self.look_at_gradient(row)
+        return torch.cat(found)
+
+    def look_at_gradient(self, row: int) -> None:
+        """Note whether the row's gradient is finite."""
         if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
             self.spoilt.append(row)
 
     def keep_gradients(self, row: int) -> None:
-        """Move the gradients in `.grad` into `row` of the blocks, and note whether they are finite."""
+        """Move the gradients in `.grad` into `row` of the blocks."""
         parameters = iter(self.worker.parameters)
         for block in self.fleet.blocks:
             assert block.grads is not None
@@ -232,7 +266,6 @@ class Loop:
             if targets:
                 copy_(targets, sources)
         self.worker.clear_grads()
-        self._look_at_gradient(row)
 
     def point_gradients(self, row: int) -> None:
         """Set each parameter's `.grad` to the row's gradient in the blocks."""

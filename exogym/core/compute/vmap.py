@@ -64,43 +64,35 @@ class Vmap(Loop):
         """Take the steps of `spans`: the first step of all spans, then the second, and so on."""
         inner = self.inner
         assert inner is not None
+        done = [(span, int(self.taken[span.row]), list[Tensor]()) for span in spans]
         for k in range(max((len(span.columns) for span in spans), default=0)):
             if self.worker.should_stop() and may_stop:
                 break
-            now = [span for span in spans if k < len(span.columns)]
-            for span, loss in zip(now, self._losses([span.row for span in now]), strict=True):
-                row, step = span.row, int(self.taken[span.row])
-                losses.add(row, span.columns[k : k + 1], loss.reshape(1))
+            now = [one for one in done if k < len(one[0].columns)]
+            rows = [span.row for span, *_ in now]
+            for (span, first, taken), loss in zip(now, self._losses(rows), strict=True):
+                row = span.row
+                if self.watch.at_once:
+                    loss = self.watch.losses(self.nodes[row].rank, row, loss.reshape(1), first + k)[0]
+                taken.append(loss)
                 self.worker.point(row)
                 inner.enter(row)
                 self.point_gradients(row)
-                inner.step(row, step if span.at is None else int(span.at[k]))
+                inner.step(row, first + k if span.at is None else int(span.at[k]))
                 self.taken[row] += 1
-                if k + 1 == len(span.columns):
-                    self.watch.row(self.nodes[row].rank, row, step + 1)
+        self._end([(span, first, torch.stack(taken)) for span, first, taken in done if taken], losses)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         for block in self.fleet.blocks:
             block.own_grads()
         self.spoilt = []
-        losses = self._losses(rows)
-        for row in rows:
-            self._look_at_gradient(row)
-        return losses
+        return self._looked_at(rows, self._losses(rows))
 
     def _losses(self, rows: Sequence[int]) -> Tensor:
-        """Write the gradients of the next step of `rows` into the blocks; return the losses, (len(rows),).
-
-        Under on_nonfinite="skip", inf replaces a loss that is not finite.
-        """
+        """Write the gradients of the next step of `rows` into the blocks; return the losses, (len(rows),)."""
         if not rows:
             return torch.empty(0, device=self.worker.device)
-        found = self._computed(rows, [self.nodes[row].next_batch() for row in rows])
-        looked = [
-            self.watch.losses(self.nodes[row].rank, row, found[k : k + 1], int(self.taken[row]))
-            for k, row in enumerate(rows)
-        ]
-        return torch.cat(looked)
+        return self._computed(rows, [self.nodes[row].next_batch() for row in rows])
 
     def _computed(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         """Write the gradients of `rows` into the blocks' `grads`, given a batch for each row.
