@@ -97,6 +97,11 @@ class Device:
         if not self.is_cpu:
             torch.accelerator.synchronize(self.place)
 
+    def sent(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` on this device. A device with memory of its own fetches `x` from pinned memory, without a wait."""
+        is_far = x.is_cpu and self._has_memory
+        return (x.pin_memory() if is_far else x).to(self.place, non_blocking=True)
+
     def _own(self, name: str, otherwise: Any) -> Any:
         """Return a function of the device's module in torch, or `otherwise` if the module lacks it."""
         return getattr(torch.get_device_module(self.place), name, otherwise)
@@ -133,7 +138,8 @@ class Device:
 
         Memory that torch has reserved but does not use counts as free.
         """
-        if own := self._memory():
+        if self._has_memory:
+            own = self._own("mem_get_info", None)(self.place)
             reserved, allocated = (self._own(name, lambda place: 0) for name in ("memory_reserved", "memory_allocated"))
             return int(own[0] + reserved(self.place) - allocated(self.place))
         free = self.total_bytes()
@@ -144,18 +150,19 @@ class Device:
 
     def total_bytes(self) -> int:
         """Return how many bytes of memory the device has: an accelerator's own memory, or else the machine's."""
-        own = self._memory()
-        return own[1] if own else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if self._has_memory:
+            return int(self._own("mem_get_info", None)(self.place)[1])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def peak_bytes(self) -> int | None:
         """Return the most bytes that torch held at once in the accelerator's own memory; None if it has none."""
         peak = None if self.is_cpu else self._own("max_memory_allocated", None)
         return None if peak is None else int(peak(self.place))
 
-    def _memory(self) -> tuple[int, int] | None:
-        """Return the free and the total bytes of the device's own memory; None if it shares the machine's, as MPS."""
-        told = None if self.is_cpu else self._own("mem_get_info", None)
-        return None if told is None else told(self.place)
+    @property
+    def _has_memory(self) -> bool:
+        """Whether the device has memory of its own. Others, such as MPS, share the machine's."""
+        return not self.is_cpu and self._own("mem_get_info", None) is not None
 
 
 def widest(x: torch.Tensor) -> torch.Tensor:

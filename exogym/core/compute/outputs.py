@@ -214,7 +214,8 @@ def accuracy(output: Output, counting: Counting | None = None) -> tuple[int, int
         return None
     guess = p.argmax(classes)
     counts = counted(y, counting)
-    return int(((guess == y) & counts).sum()), int(counts.sum())
+    right, compared = torch.stack([((guess == y) & counts).sum(), counts.sum()]).tolist()  # one wait for the device
+    return right, compared
 
 
 def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -99,7 +99,7 @@ class Vmap(Loop):
 
         Return the losses, (len(rows),). The first call compares one row's gradient with `compute="loop"`.
         """
-        losses = torch.empty(len(rows), device=self.worker.device)
+        losses: dict[int, Tensor] = {}
         for block in self.worker.fleet.blocks:
             block.own_grads()
             block.has_grad[list(rows)] = True
@@ -111,8 +111,8 @@ class Vmap(Loop):
             alike = [k for k, s in enumerate(sizes) if s == size]
             for start in range(0, len(alike), CHUNK_ROWS):
                 part = alike[start : start + CHUNK_ROWS]
-                losses[part] = self._chunk([rows[k] for k in part], [batches[k] for k in part])
-        return losses
+                losses.update(zip(part, self._chunk([rows[k] for k in part], [batches[k] for k in part]), strict=True))
+        return torch.stack([losses[k] for k in range(len(rows))])
 
     def _compare_with_loop(self, row: int, batch: Any) -> None:
         """Compare one row's gradient from vmap with its gradient from the loop.
@@ -149,7 +149,8 @@ class Vmap(Loop):
                 f"compute='vmap' cannot train this model: its batches hold more than tensors ({described(more[0])}); "
                 "use compute='loop'"
             )
-        parameters = {slot.name: slot.of(block.params[rows]) for block in fleet.blocks for slot in block.layout}
+        here = _index(rows, self.worker.device)
+        parameters = {slot.name: slot.of(block.params[here]) for block in fleet.blocks for slot in block.layout}
         stacked = stack_nested([self.worker.to_device(batch) for batch in batches])
         with self.worker.autocast():
             try:
@@ -159,6 +160,13 @@ class Vmap(Loop):
         for block in fleet.blocks:
             assert block.grads is not None
             for slot in block.layout:
-                slot.of(block.grads)[rows] = grads[slot.name].detach().to(block.grads.dtype)
+                slot.of(block.grads)[here] = grads[slot.name].detach().to(block.grads.dtype)
         pulse.step_taken()
         return losses.to(torch.float32)
+
+
+def _index(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """Return `rows` as a slice if they follow one another, otherwise on the device: each use would copy a list."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)

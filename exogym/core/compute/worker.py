@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
-from exogym.core.base.devices import CPU
+from exogym.core.base.devices import CPU, Device
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch, stream_seed
 from exogym.core.base.torch_private import scale_
@@ -133,7 +133,7 @@ class Worker:
     def to_device(self, batch: Any) -> Any:
         if self.device == CPU:
             return batch
-        return map_tensors(batch, lambda x: x.to(self.device, non_blocking=True))
+        return map_tensors(batch, Device(self.device).sent)
 
     def reseed(self, node: int, step: int) -> None:
         """Seed the generators that the model uses, from (seed, node, step)."""

@@ -22,7 +22,7 @@ from exogym.data.stream import Stream
 from exogym.errors import TrainingError
 
 Metric = Callable[[Tensor, Tensor], Any]
-Value = tuple[str, float, float | dict[str, float]]  # name, value, weight (or weights, by what a batch counts)
+Value = tuple[str, Tensor | float, float | dict[str, float]]  # name, value, weight (or weights, by what a batch counts)
 
 
 class Evaluator:
@@ -56,7 +56,10 @@ class Evaluator:
                 found += self._part(part, totals, examples)
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
-        for name, value, by_kind in found:
+        waiting = [x.reshape(()) for _, x, _ in found if isinstance(x, Tensor)]
+        arrived = iter(torch.stack([widest(x) for x in waiting]).tolist() if waiting else [])  # one wait for the device
+        for name, x, by_kind in found:
+            value = next(arrived) if isinstance(x, Tensor) else x
             weight = by_kind[worker.weights.kind] if isinstance(by_kind, dict) else by_kind
             sums[name] = sums.get(name, 0.0) + (value * weight if weight else 0.0)
             weights[name] = weights.get(name, 0.0) + weight
@@ -66,7 +69,7 @@ class Evaluator:
         """Yield the values of a batch, or of this process's part of it, each with its weight in the mean."""
         worker = self.worker
         output = worker.loss.of(worker.model, part)
-        yield "val_loss", float(output.loss), totals
+        yield "val_loss", output.loss.detach(), totals
         right = accuracy(output, worker.loss.counting)
         if right is not None:
             yield "val_accuracy", right[0] / max(1, right[1]), right[1] if examples else 0
