@@ -98,7 +98,7 @@ class Device:
             torch.accelerator.synchronize(self.place)
 
     def sent(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` on this device. A device with memory of its own fetches `x` from pinned memory, without a wait."""
+        """Return `x` on this device. A device with its own memory fetches `x` from pinned memory, without a wait."""
         is_far = x.is_cpu and self._has_memory
         return (x.pin_memory() if is_far else x).to(self.place, non_blocking=True)
 
@@ -161,7 +161,7 @@ class Device:
 
     @property
     def _has_memory(self) -> bool:
-        """Whether the device has memory of its own. Others, such as MPS, share the machine's."""
+        """Whether the device has its own memory. Others, such as MPS, share the machine's."""
         return not self.is_cpu and self._own("mem_get_info", None) is not None
 
 
