@@ -77,17 +77,6 @@ def test_ddp_of_ones_own_is_ddp_with_faults_too():
     assert ends[0] == ends[1]
 
 
-def test_replicas_of_ddp_are_equal_again_after_a_return():
-    spread = []
-    fit("ddp", faults=Faults(absent={1: [(4, 9)]}), callbacks=[Every(1, lambda loop: spread.append(apart(loop)))])
-    assert [step for step, value in enumerate(spread, 1) if value] == [4, 5, 6, 7, 8]
-
-
-def apart(loop):
-    x = loop.fleet.blocks[0].params
-    return bool((x - x[:1]).abs().max() > 0)
-
-
 def test_with_nobody_else_there_a_node_trains_alone():
     alone = Faults(absent={node: [(1, None)] for node in (1, 2, 3)})
     trainer = fit("diloco", faults=alone)
