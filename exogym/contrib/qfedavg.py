@@ -119,7 +119,7 @@ class QFedAvgStrategy(CommunicateOptimizeStrategy):
 
     Args:
         q: how much large losses count. The paper has 0.001 to 15 with SGD. With AdamW a large q hardly learns in short
-            runs (`exogym benchmark --trials`). With 0 the strategy is FedAvg with equal weights.
+            runs. With 0 the strategy is FedAvg with equal weights.
         L: the constant of the server's step. None means 1/lr for the clients' learning rate lr, as in the paper.
         H, client_fraction, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Clients have equal
             weights, as in the paper.
