@@ -175,6 +175,7 @@ class Node:
         text = None if self.total_steps is None else few_rounds(strategy, self.total_steps)
         if text is not None and self.wire.is_main:
             notice(text, about="few outer rounds", once=True)
+        fleet.state.shared()  # fails now, not at the first `state_dict`, if state cannot be saved
         self.standing.start_clock()
         self.has_begun = True
         for p, grad in zip(worker.parameters, grads, strict=True):
