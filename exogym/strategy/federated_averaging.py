@@ -134,7 +134,8 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
             client_fraction=fraction if fraction < 1 else None, privacy=self.privacy,
             local_steps=self.local_steps_given, local_epochs=self.local_epochs,
         )  # fmt: skip
-        found = super().features() | rest | self.draws.features() | features_of(personal=self.personal_given)
+        found = super().features() | rest
+        found |= features_of(island_size=self.draws.island_size, personal=self.personal_given)
         return found | ({"nodes that rest": " and ".join(rest.values())} if rest else {})
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
@@ -233,13 +234,11 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
             return list(range(n))
         if round_ not in self._drawn:
             self._drawn = {r: clients for r, clients in self._drawn.items() if abs(r - round_) == 1}
-            self._drawn[round_] = self._draw(n, round_)
+            asked = self.participation
+            self._drawn[round_] = (
+                self.draws.clients(n, self.run.seed, round_) if asked is None else asked.of(round_).reported
+            )
         return [i for i in self._drawn[round_] if i not in self.run.empty] if self.run.empty else self._drawn[round_]
-
-    def _draw(self, n: int, round_: int) -> list[int]:
-        if self.participation is not None:
-            return self.participation.of(round_).reported
-        return self.draws.clients(n, self.run.seed, round_)
 
     def islands(self, round_: int) -> list[list[int]]:
         """Divide the clients of round `round_` into the disjoint groups that average at the round's end."""

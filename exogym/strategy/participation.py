@@ -25,7 +25,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from exogym.core.base.rng import numpy_generator
-from exogym.core.combinations import features_of
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count, check_number
 from exogym.faults import Availability
@@ -54,10 +53,6 @@ class ClientDraws:
         check_number("client_fraction", client_fraction, over=0, most=1)
         self.client_fraction, self.island_size, self.by_chance = client_fraction, island_size, by_chance
         self.samples = client_fraction < 1 or by_chance
-
-    def features(self) -> dict[str, str]:
-        """Return the options that are set: a dict from names in `exogym.core.refusals` to texts."""
-        return features_of(island_size=self.island_size)
 
     def sizes(self, N: int) -> tuple[int, int]:
         """Return the number of clients in a round among N nodes, and the number of nodes in an island."""

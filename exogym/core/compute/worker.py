@@ -153,7 +153,9 @@ class Worker:
         batch = self.to_device(batch)
         if self.devices is not None:
             return self.devices.gradient(self, batch, row)
-        size = self.micro_batch_size if self.nodes is None else self._at_once(self.nodes, batch, row)
+        size = self.micro_batch_size
+        if self.nodes is not None:  # the device that computes for this row may take fewer at once
+            size = self.nodes.at_once(self.fleet.ranks[row], min(batch_examples(batch), size or batch_examples(batch)))
         if size is None and self.dtype is None:
             loss = self.loss(batch)
             if self.before_last_backward is not None:
@@ -180,11 +182,6 @@ class Worker:
         if total is None:
             raise DataError("a batch has no examples: check the data set and collate_fn")
         return total
-
-    def _at_once(self, nodes: Nodes, batch: Any, row: int) -> int:
-        """Return the most examples of a batch that a device of the node computes at once."""
-        examples = batch_examples(batch)
-        return nodes.at_once(self.fleet.ranks[row], min(examples, self.micro_batch_size or examples))
 
     @functools.cached_property
     def weights(self) -> Weights:
