@@ -32,7 +32,6 @@ from exogym.network import Network, readable_seconds
 from exogym.remote import HostsConfig, check_hosts
 from exogym.study.tasks import Task, load_task, size_of
 
-HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, restarts of its processes, restarts of the whole run
 LABELS = {"val_wer": "word error rate"}
@@ -114,7 +113,7 @@ def wizard(
         save_dir=save_dir, retries=RETRIES,
     )  # fmt: skip
     problem = load_task(what, data, **options_of(task_options))
-    finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
+    finder = Finder(asker, hosts or Path(HOSTS), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
     else:
@@ -122,7 +121,8 @@ def wizard(
     place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, weights_of(task_options))
     profile = replace(
         profile, data=place.data_there, task_options=place.options_there(task_options),
-        steps=steps or _steps(asker, problem), batch_size=batch_size or problem.batch_size,
+        steps=steps or asker.text("--steps", "How many steps on each computer?", count, str(problem.max_steps)),
+        batch_size=batch_size or problem.batch_size,
     )  # fmt: skip
     run = Preparing(asker, profile, strategy, problem, place, yes)
     if not run.look():
@@ -147,10 +147,6 @@ def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
                 f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} names the computers: leave out {option}, "
                 "or name computers to pair with in --computers"
             )
-
-
-def _steps(asker: Asker, task: Task) -> int:
-    return asker.text("--steps", "How many steps on each computer?", count, str(task.max_steps))
 
 
 def weights_of(options: str | None) -> Path | None:

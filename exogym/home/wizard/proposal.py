@@ -69,17 +69,6 @@ def candidates(steps: int) -> list[str]:
     return [*EVERY_STEP, *(f"diloco:H={H}" for H in periods or [max(1, steps // LEAST_ROUNDS)])]
 
 
-def measured_steps(network: Network) -> list[float]:
-    """Return the measured seconds of each node's step.
-
-    Raises:
-        ArgumentError: the network has no measured steps.
-    """
-    if network.measurement is None or network.measurement.step_s is None:
-        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
-    return network.measurement.step_s
-
-
 @checked
 def propose(
     *,
@@ -113,9 +102,12 @@ def propose(
     >>> plan.strategy, plan.alone_s
     ('diloco:H=30', 0.8)
     """
-    seconds = measured_steps(network) if step_s is None else step_s
-    measurement, nodes = network.measurement, len(seconds)
-    compared = candidates(steps)
+    measurement, seconds = network.measurement, step_s
+    if seconds is None and measurement is not None:
+        seconds = measurement.step_s
+    if seconds is None:
+        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
+    nodes, compared = len(seconds), candidates(steps)
     if strategy is not None and strategy not in compared:
         compared.append(strategy)
     advice = advise(
