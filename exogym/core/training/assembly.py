@@ -39,7 +39,6 @@ from exogym.strategy.strategy import Run
 
 if TYPE_CHECKING:
     from exogym.callbacks import Callback
-    from exogym.core.training.resuming import Kept
     from exogym.core.training.timing import Timing
 
 EVALUATION_BATCH = 256
@@ -91,7 +90,11 @@ def _assemble(
             observers.all.append(StepFile(folder))
 
         description = _description(options, fleet, stream, total_steps, device)
-        kept = None if options.save_dir is None else _kept(options, worker, description, refused, undo)
+        kept = None
+        if options.save_dir is not None:
+            from exogym.core.training.resuming import kept_in
+
+            kept = kept_in(Path(options.save_dir), options, worker, description, refused, undo)
         is_fresh = kept is None or kept.snapshot is None
         if is_fresh:
             description["chosen"] = _chosen(options, worker, first_batch)
@@ -101,10 +104,8 @@ def _assemble(
         driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, step_shares)
         undo.callback(driver.close)
         if wire.is_main:
-            _warn_if_never(driver, total_steps, options)
+            _warn_of_few_rounds(driver, total_steps, options, is_fresh)
             _warn_of_few_examples(stream, len(driver.algorithm.nodes), options)
-            if is_fresh and (text := few_rounds(options.strategy, total_steps)) is not None:
-                notice(text, about="few outer rounds", once=True)
         ahead = None if stream.iterated is None else stream.iterated.most_steps
         stretches = [x for x in (max_stretch, ahead) if x is not None]
         agenda = _agenda(subject, options, stream, description, min(stretches, default=None))
@@ -155,21 +156,6 @@ def _check(subject: Subject, options: FitOptions) -> None:
     for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
         if x.is_meta:
             raise ModelError(f"{name!r} is on the meta device and has no values: materialize the model first")
-
-
-def _kept(
-    options: FitOptions, worker: Worker, description: dict[str, Any], refused: Mapping[str, str],
-    undo: contextlib.ExitStack,
-) -> Kept:  # fmt: skip
-    """Return the checkpoint folder, with the checkpoint to resume from."""
-    from exogym.core.training.resuming import Kept, open_folder, sum_of_shared
-
-    folder, wire = Path(str(options.save_dir)), worker.fleet.comm.wire
-    keepers = open_folder(folder, options.resume, wire, undo)
-    kept = Kept(folder, options.placement.keep_checkpoints, wire, keepers)
-    description["shared"] = sum_of_shared(worker.model, worker.fleet.buffers)
-    kept.find(description, options, refused)
-    return kept
 
 
 def _chosen(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
@@ -375,7 +361,9 @@ def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> N
         )
 
 
-def _warn_if_never(driver: Driver, total_steps: int, options: FitOptions) -> None:
+def _warn_of_few_rounds(driver: Driver, total_steps: int, options: FitOptions, is_fresh: bool) -> None:
+    if is_fresh and (text := few_rounds(options.strategy, total_steps)) is not None:
+        notice(text, about="few outer rounds", once=True)
     if options.faults is not None:  # the next event may be an outage
         return
     first = driver.algorithm.next_event(0)

@@ -17,6 +17,7 @@ from exogym.core.base.files import remove_folders
 from exogym.core.base.torch_private import in_this_process, strided_parts
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
+from exogym.core.compute.worker import Worker
 from exogym.core.saving.behind import Writer
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers, save
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
@@ -158,6 +159,18 @@ class Kept:
 
     def _written(self, step: int, path: Path) -> None:
         self._tell("checkpoint", step, path=str(path))
+
+
+def kept_in(
+    folder: Path, options: FitOptions, worker: Worker, description: dict[str, Any], refused: Mapping[str, str],
+    undo: contextlib.ExitStack,
+) -> Kept:  # fmt: skip
+    """Prepare a run's checkpoint folder, and return it with the checkpoint to resume from."""
+    wire = worker.fleet.comm.wire
+    kept = Kept(folder, options.placement.keep_checkpoints, wire, open_folder(folder, options.resume, wire, undo))
+    description["shared"] = sum_of_shared(worker.model, worker.fleet.buffers)
+    kept.find(description, options, refused)
+    return kept
 
 
 def _other_rates(strategy: Strategy, step: int, before: int, now: int) -> str:
