@@ -186,14 +186,19 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert list(folder.iterdir()) == [] and [path.name for path in folder.parent.glob("f*")] == ["file"]
 
 
-def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_where(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where ExoGym failed; of a mistake only that it was one, as its traceback ends at the user's call."""
+
+    def failing(*given: object, **options: object) -> None:
+        raise RuntimeError("no luck")
+
     assert main([*SHORT, "--nodes", "0", "--debug"]) == 2
     error = capsys.readouterr().err
-    assert (
-        "Traceback" in error
-        and "check_count" in error
-        and error.splitlines()[-1].startswith("exogym: error: num_nodes=0")
-    )
+    assert "Traceback" in error and error.splitlines()[-1].startswith("exogym: error: num_nodes=0")
+    monkeypatch.setattr("exogym.cli.compare.run_comparison", failing)
+    assert main([*SHORT, "--debug"]) == 1
+    error = capsys.readouterr().err
+    assert "in failing" in error and "no luck" in error.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
