@@ -13,6 +13,7 @@ from hosts import Hosts, hosts_or_skip
 # A task of the user's own, slow enough to be disturbed, and a profile that trains it.
 TASK = """
 import os, torch
+from exogym.tasks import Task
 from exogym.testing import small_problem
 
 class Slow(torch.utils.data.Dataset):
@@ -31,7 +32,7 @@ class Model(torch.nn.Module):
 
 def problem():
     data = small_problem()[1]
-    return Model, Slow(data), data
+    return Task("small", "a small problem", "here", Slow(data), data, Model, 2, 8, 80, lr=0.01, H=10)
 """
 CONFIG = """
 [small]

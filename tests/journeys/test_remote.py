@@ -182,16 +182,16 @@ def test_a_killed_worker_costs_no_bit(
     text = (project / "said").read_text()
     assert "was killed by signal 9 (SIGKILL); starting again (restart 1 of 1)" in text
     assert "unused fields: unknown_to_us" in text and "validation loss" in text
-    assert text.splitlines()[-1].startswith("no prediction to compare with: exogym doctor")
+    assert text.splitlines()[-1].startswith("    model = load_model(load_task('mytask:problem')")
 
     monkeypatch.syspath_prepend(project)
     import mytask  # type: ignore[import-not-found]
 
-    make_model, data, val = mytask.problem()
-    undisturbed = LocalTrainer(make_model(), data, val)
+    task = mytask.problem()
+    undisturbed = LocalTrainer(task.make_model(), task.train, task.val)
     undisturbed.fit(DiLoCoStrategy(H=10, lr=0.01), num_nodes=2, max_steps=80, batch_size=8)
     (run_folder,) = (project / "runs").iterdir()
-    ended = load_model(make_model(), run_folder / "fit_1.model.safetensors")
+    ended = load_model(task.make_model(), run_folder / "fit_1.model.safetensors")
     assert fingerprint(ended) == fingerprint(undisturbed.model)
     rows = [{file.name for file in place.glob("checkpoints/step_*/rows-*")} for place in places]
     assert rows == [{"rows-0-0.safetensors"}, {"rows-1-1.safetensors"}]

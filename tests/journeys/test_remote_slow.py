@@ -81,11 +81,11 @@ def is_undisturbed(project: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     sys.modules.pop("mytask", None)
     import mytask  # type: ignore[import-not-found]
 
-    make_model, data, val = mytask.problem()
-    undisturbed = LocalTrainer(make_model(), data, val)
+    task = mytask.problem()
+    undisturbed = LocalTrainer(task.make_model(), task.train, task.val)
     undisturbed.fit(DiLoCoStrategy(H=10, lr=0.01), num_nodes=2, max_steps=200, batch_size=8)
     last = max((project / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
-    model = load_model(make_model(), last / "fit_1.model.safetensors")
+    model = load_model(task.make_model(), last / "fit_1.model.safetensors")
     return fingerprint(model) == fingerprint(undisturbed.model)
 
 
