@@ -119,7 +119,7 @@ def note(
             f"--untag={missing[0]!r} is not a tag of {name}; its tags: {', '.join(before.tags) or 'none'}"
         )
     tags = [word for word in (*before.tags, *tag) if word not in untag]
-    now = Notes(tags, before.note if text is None else text)
+    now = Notes(tags, before.note if text is None else text, before.title)
     if now != before:
         write_notes(known[name].path, now)
     print(printable(f"tags  {', '.join(now.tags) or 'none'}"))

@@ -1,6 +1,6 @@
-"""Tags and a note that a user adds to a run, in a file of the run folder. Tags and note do not change the run.
+"""Tags, a note and a title that a user gives a run, in a file of the run folder. They do not change the run.
 
-notes.json   tags, note
+notes.json   tags, note, title
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from exogym.files import write_json
 from exogym.record import read_object
 
 NAME = "notes.json"
-MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
+MOST_TAGS, LONGEST_TAG, LONGEST_NOTE, LONGEST_TITLE = 20, 40, 4000, 120
 
 
 @dataclass(frozen=True)
 class Notes:
-    """A user's tags and note for a run.
+    """A user's tags, note and title for a run.
 
     Args:
         tags: up to 20 tags, each up to 40 characters, without commas. They are sorted, and duplicates are removed.
         note: a text of up to 4,000 characters. It may have several lines.
+        title: a line of up to 120 characters, which the page in the browser shows instead of the folder's name.
 
     Raises:
         ArgumentError: too many tags, too many characters, or characters that cannot be printed.
@@ -37,6 +38,7 @@ class Notes:
 
     tags: Sequence[str] = ()
     note: str = ""
+    title: str = ""
 
     def __post_init__(self) -> None:
         are_texts = isinstance(self.tags, list | tuple) and all(isinstance(tag, str) for tag in self.tags)
@@ -51,21 +53,24 @@ class Notes:
         text = self.note
         if not isinstance(text, str) or len(text) > LONGEST_NOTE or not text.replace("\n", "").isprintable():
             raise ArgumentError(f"note must be a text of printable lines, at most {LONGEST_NOTE} characters")
+        line = self.title
+        if not isinstance(line, str) or len(line) > LONGEST_TITLE or not line.isprintable():
+            raise ArgumentError(f"title must be one printable line, at most {LONGEST_TITLE} characters")
 
 
 def write_notes(folder: str | os.PathLike[str], notes: Notes) -> None:
-    """Write a run's tags and note into the run folder. If both are empty, remove the file."""
+    """Write a run's tags, note and title into the run folder. If all are empty, remove the file."""
     path = Path(folder) / NAME
-    if not notes.tags and not notes.note:
+    if notes == Notes():
         path.unlink(missing_ok=True)
         return
     write_json(path, asdict(notes))
 
 
 def read_notes(folder: str | os.PathLike[str]) -> Notes:
-    """Return a run's tags and note. Both are empty if the file is missing or has invalid contents."""
+    """Return a run's tags, note and title. All are empty if the file is missing or has invalid contents."""
     found: dict[str, Any] = read_object(Path(folder) / NAME)
     try:
-        return Notes(found.get("tags", ()), found.get("note", ""))
+        return Notes(found.get("tags", ()), found.get("note", ""), found.get("title", ""))
     except ArgumentError:
         return Notes()

@@ -89,7 +89,7 @@ class Listed:
         tx_bytes: bytes that a node has sent so far, mean over nodes.
         wall_s, time_s: seconds that the training has taken, and predicted seconds on a network.
         started_s, heard_s: times of the run's start and of its last heartbeat, in seconds since 1970.
-        tags, note: the user's tags and note.
+        tags, note, title: the user's tags, note and title.
         reason: why the folder is unreadable.
     """
 
@@ -110,6 +110,7 @@ class Listed:
     heard_s: float | None = None
     tags: Sequence[str] = ()
     note: str = ""
+    title: str = ""
     reason: str | None = None
 
     def to_json(self) -> Row:
@@ -388,7 +389,7 @@ def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
         return None
     last = _numbers(read_file(path / "summary.json")) or _newest(path / "records.jsonl")
     description, task = about.get("description") or {}, (parent or {}).get("task")
-    strategy = short_name(description.get("strategy"))
+    strategy = (_written if parent is None else short_name)(description.get("strategy"))
     if description.get("num_nodes") == 1 and _is_alone(path, parent or {}):
         strategy = SINGLE
     return Listed(
@@ -463,7 +464,7 @@ def _inside(path: Path, name: str, about: Row) -> builtins.list[Listed]:
 
 def _notes(path: Path) -> dict[str, Any]:
     notes = read_notes(path)
-    return {"tags": notes.tags, "note": notes.note}
+    return {"tags": notes.tags, "note": notes.note, "title": notes.title}
 
 
 def short_name(strategy: Any) -> str | None:
@@ -476,6 +477,15 @@ def short_name(strategy: Any) -> str | None:
         return None
     name = str(strategy["name"])[:LONGEST_NAME]
     return short_names().get(name, name)
+
+
+def _written(strategy: Any) -> str | None:
+    """Return a described strategy as `--strategies` writes it, with the options that fit on a line."""
+    name = short_name(strategy)
+    if name is None:
+        return None
+    options = [f"{key}={x}" for key, x in strategy.items() if key != "name" and isinstance(x, int | float | str)]
+    return ":".join([name, *options])[:LONGEST_NAME]
 
 
 def _parent(path: Path, about: Row) -> str | None:

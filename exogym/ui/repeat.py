@@ -64,6 +64,13 @@ def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
     )
 
 
+def usual_of(description: Mapping[str, Any]) -> list[str]:
+    """Return the options of a description that have their defaults, or what follows from these."""
+    plain = RunOptions().values()
+    same = [name for name, value in description.items() if name in plain and value == plain[name]]
+    return [*same, *(name for name in ("reduction", "data", "placement", "chosen") if name in description)]
+
+
 def _words(about: Mapping[str, Any]) -> list[str]:
     words = about.get("command")
     return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []

@@ -22,7 +22,7 @@ POST /api/check                   the errors in a command's options, and the run
 POST /api/estimate                the time and memory that a command needs, from a short trial
 POST /api/runs/NAME/stop          stop a run
 POST /api/runs/NAME/resume        resume a run
-POST /api/runs/NAME/notes         save a run's note and tags
+POST /api/runs/NAME/notes         save a run's note, tags and title
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
 from exogym.ui.guard import Guard
 from exogym.ui.health import health_of
 from exogym.ui.lines import as_text, newest_events, some_of
-from exogym.ui.repeat import command_of, snippet_of
+from exogym.ui.repeat import command_of, snippet_of, usual_of
 from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Form, Starter
 from exogym.ui.views import grid_of, timeline_of, verdict_of
@@ -225,7 +225,7 @@ def application(
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
             "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
             "events": newest_events(path / "events.jsonl", MOST_EVENTS),
-            "actions": choices(path), "may_start": starter is not None,
+            "actions": choices(path), "may_start": starter is not None, "usual": usual_of(run.description),
             "output": "" if starter is None else starter.output_of(pid), **asdict(read_notes(path)),
         }  # fmt: skip
         return JSONResponse(in_json(found))
@@ -322,11 +322,11 @@ def application(
         return await run_in_threadpool(change, lambda: _own(starter).estimate(*words), 200)
 
     async def notes(request: Request) -> Response:
-        asked = await told(request, "tags", "note")
+        asked = await told(request, "tags", "note", "title")
         path = await run_in_threadpool(_folder, shelf, request)
         _own(starter)
         try:
-            now = Notes(asked.get("tags", ()), asked.get("note", ""))
+            now = Notes(asked.get("tags", ()), asked.get("note", ""), asked.get("title", read_notes(path).title))
             if not await run_in_threadpool(_is_listed, shelf, request):
                 raise HTTPException(404, f"found no run {request.path_params['name']!r}")
             await run_in_threadpool(write_notes, path, now)

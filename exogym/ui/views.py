@@ -283,7 +283,7 @@ def verdict_of(path: Path) -> Row:
         rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; `rows` is [] until the first run has
             ended.
         members: {name of a run: the label of its strategy or cell}.
-        colors: for a comparison, {label: [color, color on a dark page, whether the line is dashed]}.
+        colors: {label: [color, color on a dark page, whether the line is dashed]}.
     """
     kind, about = runs.what_is(path)
     labels = about.get("cells" if kind == "sweep" else "strategies")
@@ -297,7 +297,7 @@ def verdict_of(path: Path) -> Row:
         )
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
-    looks = looks_of(list(labels)) if kind == "comparison" else {}
+    looks = looks_of(list(labels), are_strategies=kind == "comparison")
     colors = {label: [look.color, look.dark, bool(look.dash)] for label, look in looks.items()}
     if found is None:
         return {"rows": [], "verdict": "", "members": members, "colors": colors}

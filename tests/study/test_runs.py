@@ -249,7 +249,7 @@ def test_the_list_and_one_run_on_the_command_line(made: Path, capsys: pytest.Cap
     assert main(["runs", "list", "--runs", str(made)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
-    assert lines[-1].split()[:4] == ["one", "done", "diloco", "8/8"]
+    assert lines[-1].split()[:4] == ["one", "done", "diloco:H=4:lr=0.02", "8/8"]
     assert main(["runs", "list", "--runs", str(made), "--state", "lost"]) == 0
     assert capsys.readouterr().out == ""
     assert main(["runs", "list", "--runs", str(made), "--tag", "nobody's"]) == 0

@@ -339,7 +339,10 @@ def test_notes_are_kept_as_they_are_and_nowhere_else(served: Page) -> None:
     """Script text in tags, notes and what hosts say is handed on as text of JSON, never as a page."""
     nasty = "<script>bad()</script>"
     status, answer = post(served, "/api/runs/one/notes", {"tags": [nasty, "slow"], "note": f"{nasty}\nmore"})
-    assert (status, answer) == (200, {"tags": [nasty, "slow"], "note": f"{nasty}\nmore"})
+    assert (status, answer) == (200, {"tags": [nasty, "slow"], "note": f"{nasty}\nmore", "title": ""})
+    assert post(served, "/api/runs/one/notes", {"title": nasty})[1]["title"] == nasty
+    answer = post(served, "/api/runs/one/notes", {"tags": [nasty, "slow"], "note": f"{nasty}\nmore"})[1]
+    assert answer["title"] == nasty  # kept, if it is not given
     row = next(run for run in served.json("/api/runs") if run["name"] == "one")
     assert row["tags"] == [nasty, "slow"] and served.json("/api/runs/one")["note"].startswith(nasty)
     board = Board(served.folder / "one")
@@ -348,12 +351,21 @@ def test_notes_are_kept_as_they_are_and_nowhere_else(served: Page) -> None:
     assert [run["name"] for run in served.json("/api/hosts")] == ["one"]
     for path in ("/api/runs", "/api/runs/one", "/api/runs/one/hosts", "/api/hosts"):
         assert served.ask(path)[1]["Content-Type"] == "application/json"
-    for wrong in ({"tags": "x"}, {"tags": ["a,b"]}, {"tags": 7}, {"note": 7}, {"note": "\x00"}, {"tags": [["x"]]}, []):
+    for wrong in (
+        {"tags": "x"},
+        {"tags": ["a,b"]},
+        {"tags": 7},
+        {"note": 7},
+        {"note": "\x00"},
+        {"title": "a\nb"},
+        {"tags": [["x"]]},
+        [],
+    ):
         assert post(served, "/api/runs/one/notes", wrong)[0] == 400, wrong
     assert post(served, "/api/runs/link/notes", {"tags": ["x"]})[0] == 404
     (served.folder / "empty").mkdir(exist_ok=True)
     assert post(served, "/api/runs/empty/notes", {"tags": ["x"]})[0] == 404  # a folder, but no run
-    assert post(served, "/api/runs/one/notes", {"tags": []})[0] == 200
+    assert post(served, "/api/runs/one/notes", {"tags": [], "title": ""})[0] == 200
     assert not list(served.folder.parent.rglob("notes.json"))
     (served.folder / "one" / "hosts.json").unlink()
 

@@ -264,7 +264,7 @@ def test_going_on_is_for_the_run_that_is_named(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     "wrong", [{"tags": ["a,b"]}, {"tags": ["x" * 41]}, {"tags": [""]}, {"tags": ["\x1b[2J"]}, {"tags": "abc"},
               {"tags": [7]}, {"tags": [str(k) for k in range(21)]}, {"note": "x" * 4001}, {"note": "\x1b[2J"},
-              {"note": 7}]
+              {"note": 7}, {"title": "x" * 121}, {"title": "a\nb"}, {"title": 7}]
 )  # fmt: skip
 def test_notes_that_nobody_should_read(wrong: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ArgumentError):

@@ -66,10 +66,17 @@ def look_of(label: str) -> Look:
     return Look(COLORS[number % len(COLORS)], ON_DARK[number % len(COLORS)])
 
 
-def looks_of(labels: Iterable[str]) -> dict[str, Look]:
-    """Return a dict from label to `Look` for one picture. Strategies with the same color get different dashes."""
+def looks_of(labels: Iterable[str], are_strategies: bool = True) -> dict[str, Look]:
+    """Return a dict from label to `Look` for one picture. Curves with the same color get different dashes.
+
+    Strategies have the same color in all pictures; other labels, such as a sweep's cells, take the colors in turn.
+    """
     labels = list(labels)
-    return dict(zip(labels, each_look(labels), strict=True))
+    if are_strategies:
+        return dict(zip(labels, each_look(labels), strict=True))
+    rounds = [divmod(k, len(COLORS)) for k in range(len(labels))]
+    looks = [Look(COLORS[k], ON_DARK[k], DASHES[turn % len(DASHES)]) for turn, k in rounds]
+    return dict(zip(labels, looks, strict=True))
 
 
 def each_look(labels: Iterable[str]) -> list[Look]:

@@ -3,11 +3,11 @@
 export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
 export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false, columns: "",
-  logx: false, logy: false, smooth: 0, group: null };
+  logx: false, logy: false, smooth: 0, group: null, over: "tx_bytes", linear: false };
 
 // The choices on a page stand in its address, after "?", so that a copied address shows the same.
 const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, columns: "", axis: "step", logx: false, logy: false,
-  smooth: 0, group: null };
+  smooth: 0, group: null, over: "tx_bytes", linear: false };
 
 // Take the choices from the address, where it has some; return the address without them.
 export function fromAddress() {
@@ -174,6 +174,47 @@ export function againLink(name) {
   return { link, show(run) { link.hidden = !run.may_start; } };
 }
 
+// "Shakespeare, 5 strategies", or the folder's name.
+export function titled(run) {
+  const of = { comparison: () => `${run.task}, ${run.strategy.split(",").length} strategies`, sweep: () => `${run.task}, sweep of ${run.total_steps} runs` }[run.kind];
+  return run.title || (of && run.task && run.total_steps !== null && (run.kind === "sweep" || run.strategy) ? of() : run.name.split("/").at(-1));
+}
+
+export const titleOf = (name) => { const run = find(name); return run ? titled(run) : name; };
+
+// A heading with a run's title, which a click makes editable, and its folder below.
+export function heading(name) {
+  const title = make("span", { id: "title" }), folder = make("p", { class: "soft", id: "folder" }, name);
+  const field = make("input", { type: "text", maxlength: "120", "aria-label": "title", hidden: true });
+  const edit = make("button", { type: "button", id: "rename", class: "quiet", title: "Rename", onclick() {
+    field.value = titleOf(name); field.hidden = false; title.hidden = edit.hidden = true; field.focus(); field.select();
+  } }, "Rename");
+  async function done(save) {
+    if (field.hidden) return;
+    field.hidden = true; title.hidden = edit.hidden = false;
+    if (!save || field.value === titleOf(name)) return;
+    const { tags = [], note = "" } = find(name) ?? {};
+    try { title.textContent = (await send(`/api/runs/${address(name)}/notes`, { tags, note, title: field.value })).title || name; }
+    catch (error) { folder.textContent = error.message; }
+  }
+  field.addEventListener("keydown", (event) => { if (["Enter", "Escape"].includes(event.key)) done(event.key === "Enter"); });
+  field.addEventListener("blur", () => done(true));
+  const box = make("div", { class: "heading" }, make("h2", {}, title, field, edit), folder);
+  box.fill = () => { if (field.hidden) title.textContent = titleOf(name); folder.hidden = titleOf(name) === name; };
+  box.fill();
+  return box;
+}
+
+// Buttons of which one is chosen. choices: value to title.
+export function tabs(label, choices, chosen, changed) {
+  const box = make("div", { class: "tabs", role: "tablist", "aria-label": label });
+  const show = (now) => { for (const tab of box.children) tab.setAttribute("aria-selected", String(tab.value === now)); };
+  box.append(...Object.entries(choices).map(([value, title]) => make("button", { type: "button", role: "tab", value,
+    onclick() { show(value); changed(value); } }, title)));
+  show(chosen);
+  return box;
+}
+
 // A form with a run's tags and note.
 export function notes(name) {
   const run = find(name) ?? { tags: [], note: "" }, at = make("span", { class: "soft", role: "status" });
@@ -184,7 +225,7 @@ export function notes(name) {
     event.preventDefault();
     try {
       const words = tags.value.split(",").map((word) => word.trim()).filter(Boolean);
-      const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value });
+      const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value, title: find(name)?.title ?? "" });
       tags.value = found.tags.join(", "); note.value = found.note; at.textContent = "saved";
     } catch (error) { at.textContent = error.message; }
   } }, make("label", {}, "Tags ", tags), make("label", {}, "Note ", note),

@@ -1,17 +1,19 @@
 // The curves of several runs in the same charts: of chosen runs, a comparison, or a sweep with its cells.
 
 import {
-  actionsOf, address, againLink, bytes, figure, find, followed, get, isNumber, look, make, notes, POLL_MS, seconds, share, store, table,
-  toAddress,
+  actionsOf, address, againLink, bytes, figure, find, followed, get, heading, isNumber, look, make, notes, POLL_MS, seconds, share, store,
+  table, tabs, toAddress,
 } from "./base.js";
-import { axisChoice, draw, places } from "./curves.js";
+import { draw, places } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
 
-const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6;
-const TITLES = { "validation loss": "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
+const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360;
+const LOSS = "validation loss", FRONT = "Pareto front";
+const TITLES = { [LOSS]: "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
+const TABS = { tx_bytes: "Bytes", step: "Steps", time_s: "Predicted time", wall_s: "Wall time" };
 
-const ENDS = { "validation loss": ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
+const ENDS = { [LOSS]: ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
 
 const OF_OTHERS = new Set(["strategy", "total_steps"]);  // other options say the same
 
@@ -37,48 +39,68 @@ function together(label, runs, column) {
   const all = (step, name) => maps.map((map) => map.get(step)[name]);
   const mean = (values) => (values.every(isNumber) ? values.reduce((a, b) => a + b, 0) / values.length : null);
   const of = (form) => steps.map((step) => form(all(step, column)));
-  return { label: maps.length > 1 ? `${label} (${maps.length} runs)` : label, x: steps.map((step) => mean(all(step, look.axis))), y: of(mean),
+  return { label, x: steps.map((step) => mean(all(step, look.over))), y: of(mean),
     ...(maps.length > 1 ? { low: of((values) => Math.min(...values)), high: of((values) => Math.max(...values)) } : {}) };
 }
 
+const labelOfRow = (row) => row.cell ?? row.strategy;
+const titleOfRow = (row) => row.title ?? labelOfRow(row);
 const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
 // The bytes or seconds to the target loss, or how many runs reached it.
 const reached = (row, value, form) => (isNumber(value) ? form(value) : row.target_runs ? `in ${row.target_runs} of ${row.seeds} runs` : "not reached");
 const RESULTS = [
-  ["strategy", false, (row) => row.title ?? row.cell ?? row.strategy], ["seeds", true, (row) => row.seeds],
-  ["validation loss", true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
-  ["sent/node", true, (row) => bytes(row.tx_bytes)], ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
-  ["bytes to target", true, (row) => reached(row, row.target_bytes, bytes)],
+  [LOSS, true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
+  ["bytes to target", true, (row) => reached(row, row.target_bytes, bytes)], ["sent/node", true, (row) => bytes(row.tx_bytes)],
+  ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
   ["time to target", true, (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
   ["predicted time", true, (row) => seconds(row.time_s)], ["notes", false, (row) => row.notes],
 ];
+// Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
+const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, row.val_loss ?? Infinity];
+const byBytes = (a, b) => rank(a).map((x, k) => x - rank(b)[k]).find((x) => x) ?? 0;
+
+// The points that no other point beats in both x and y, from left to right.
+function frontOf(points) {
+  let best = Infinity;
+  return [...points].sort((a, b) => a.x - b.x || a.y - b.y).filter(({ y }) => y < best && ((best = y), true));
+}
 
 export function comparePage(main, names) {
-  const wanted = new Set(names), { holders, box: charts } = places(Object.keys(TITLES)), body = make("tbody");
+  const wanted = new Set(names), own = names.length === 1 ? notes(names[0]) : null;
+  const { holders, box: charts } = places(Object.keys(TITLES)), front = places([FRONT]), body = make("tbody");
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
-  const cells = make("section", { hidden: true }), own = names.length === 1 ? notes(names[0]) : null;
-  const verdict = make("p", { id: "verdict", hidden: true }), results = make("section", { hidden: true });
+  const head = own ? heading(names[0]) : make("h2", {}, `Compare ${names.join(", ")}`);
+  const cells = make("section", { hidden: true });
+  const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true });
+  const results = make("section", { id: "results", hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
+  const keep = () => toAddress("over", "linear", "smooth", "group"), described = new Map();
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); keep(); } });
-  const keep = () => toAddress("axis", "logx", "logy", "smooth", "group"), described = new Map();
-  let members = {}, colors = {}, offered = "";
-  main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
-    verdict, results, differences, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show()), own ? again.link : ""),
-    charts, cells, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
+  const linear = make("input", { type: "checkbox", id: "linear", checked: look.linear, onchange() { look.linear = linear.checked; show(); keep(); } });
+  const smooth = make("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02", oninput() { look.smooth = Number(smooth.value); show(); keep(); } });
+  smooth.value = look.smooth;
+  const over = tabs("Curves over", TABS, look.over, (value) => { look.over = value; show(); keep(); });
   const curves = new Map();
-  let timer = 0, gone = false;
+  let members = {}, colors = {}, offered = "", rows = [], timer = 0, gone = false;
+
+  const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
+  for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null });
+  const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box),
+    make("div", { class: "bar choices" }, make("label", {}, "Group by ", groups), make("label", {}, linear, " Linear axes"), make("label", {}, "Smoothing ", smooth), own ? again.link : ""));
+  const singles = make("details", { id: "singles", open: own === null }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
+  main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, others, singles, own ?? "");
 
   const short = (label) => label.slice(names.length === 1 ? label.lastIndexOf("/") + 1 : 0);
-  const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name)
-    || wanted.has(run.name.split("/")[0])));
+  const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name) || wanted.has(run.name.split("/")[0])));
 
   const grouping = () => look.group ?? (Object.keys(members).length ? STRATEGY : RUNS);
+  const nameOf = (label) => titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label });
   const labelOf = (name) => (grouping() === RUNS ? short(name) : grouping() === STRATEGY && members[name]
     ? members[name] : described.get(name)?.[grouping()] ?? find(name)?.[grouping()] ?? "not said");
 
   // The color and dash that all pictures give a strategy.
   function lookOf(label) {
-    if (grouping() !== STRATEGY || !colors[label]) return {};
+    if (!colors[label]) return {};
     const [light, dark, dash] = colors[label];
     return { color: matchMedia("(prefers-color-scheme: dark)").matches ? dark : light, dash };
   }
@@ -112,31 +134,63 @@ export function comparePage(main, names) {
   function show() {
     offer();
     showDifferences();
-    const lists = new Map();
+    const lists = new Map(), byStrategy = grouping() === STRATEGY, timed = [...curves.values()].some((curve) => curve.rows.some((row) => isNumber(row.time_s)));
     for (const [name, { rows }] of curves) lists.set(labelOf(name), [...(lists.get(labelOf(name)) ?? []), rows]);
+    over.children[2].hidden = !timed;
+    if (look.over === "time_s" && !timed) return;
+    const view = { axis: look.over, logx: look.over === "tx_bytes" && !look.linear, logy: !look.linear, smooth: look.smooth };
+    const seeds = Math.max(0, ...[...lists.values()].map((each) => each.length));
     for (const [title, column] of Object.entries(TITLES)) {
-      draw(holders[title], title, [...lists].map(([label, runs]) => ({ ...together(label, runs, column), ...lookOf(label) })));
+      if (title !== LOSS && !others.open) continue;
+      const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column), ...(byStrategy ? lookOf(label) : {}) }));
+      const said = title === LOSS ? `Validation loss over ${TABS[look.over].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
+      draw(holders[title], said, found, title === LOSS ? view : { ...view, logy: false });
     }
+    figures.hidden = first.hidden;
+    showFront(view);
     if (!body.contains(document.activeElement)) {
       body.replaceChildren(...runs().map((run) => make("tr", {}, ...COLUMNS.map((column) => cell(run, column)))));
     }
   }
 
-  async function showVerdict() {
-    if (own === null) return;
-    const found = await get(`/api/runs/${address(names[0])}/verdict`), rows = found.rows ?? [];
-    members = found.members ?? {}; colors = found.colors ?? {};
-    verdict.hidden = !found.verdict; verdict.textContent = found.verdict ?? "";
+  // Each strategy's end as a point: lower left is better.
+  function showFront(view) {
+    const axis = look.over === "time_s" ? "time_s" : "tx_bytes", holder = front.holders[FRONT];
+    const points = rows.map((row) => ({ label: titleOfRow(row), x: row[axis], y: row.val_loss, ...lookOf(labelOfRow(row)) })).filter(({ x, y }) => isNumber(x) && x > 0 && isNumber(y));
+    const best = frontOf(points), line = { label: "Pareto front", x: best.map(({ x }) => x), y: best.map(({ y }) => y), color: "#8a8a8a", dash: true };
+    const shown = points.length > 1 && grouping() === STRATEGY;
+    draw(holder, "Last loss: lower left is better", shown ? [...(best.length > 1 ? [line] : []), ...points.map((point) => ({ ...point, x: [point.x], y: [point.y] }))] : [],
+      { ...view, axis, logx: !look.linear, smooth: 0 });
+  }
+
+  // The table is the legend: a row's color is its curve's, and the pointer on a row lets the others fade.
+  function showResults() {
     results.hidden = !rows.length;
     const columns = RESULTS.filter(([, , text]) => rows.some((row) => text(row)));
-    results.replaceChildren(table(columns.map(([title, number]) => [title, number]), make("tbody", {}, ...rows.map((row) => make("tr", {},
-      ...columns.map(([, number, text]) => make("td", { class: number ? "number" : "" }, text(row))))))));
+    const lowest = Math.min(...rows.map((row) => row.val_loss ?? Infinity));
+    const line = (row) => {
+      const mark = make("span", { class: "mark" }), focus = (label) => () => first.focusOn?.(label);
+      mark.style.background = lookOf(labelOfRow(row)).color ?? "var(--soft)";
+      return make("tr", { onmouseenter: focus(titleOfRow(row)), onmouseleave: focus(null) }, make("th", { scope: "row" }, mark, titleOfRow(row)),
+        ...columns.map(([title, number, text]) => make("td", { class: `${number ? "number" : "text"}${title === LOSS && row.val_loss === lowest ? " best" : ""}` }, text(row))));
+    };
+    results.replaceChildren(table([["strategy", false], ...columns.map(([title, number]) => [title, number])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))));
+  }
+
+  async function showVerdict() {
+    if (own === null) return;
+    const found = await get(`/api/runs/${address(names[0])}/verdict`), [, sentence, rest] = (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
+    members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? [];
+    verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
+    further.hidden = !rest;
+    if (rest && further.textContent !== `More${rest}`) further.replaceChildren(make("summary", {}, "More"), make("p", {}, rest));
+    showResults();
   }
 
   async function showGrid() {
     if (own === null || find(names[0])?.kind !== "sweep") return;
     const found = await get(`/api/runs/${address(names[0])}/grid`);
-    const fill = () => cells.replaceChildren(make("h2", {}, "Cells"), ...grid(found, fill));
+    const fill = () => cells.replaceChildren(...grid(found, fill, (label) => first.focusOn?.(label && nameOf(label))));
     cells.hidden = !found.cells;
     if (found.cells && !cells.contains(document.activeElement)) fill();
   }
@@ -157,7 +211,7 @@ export function comparePage(main, names) {
       }
       if (own !== null) {
         const found = await get(`/api/runs/${address(names[0])}`);
-        actions.show(found.actions); again.show(found);
+        actions.show(found.actions); again.show(found); head.fill();
       }
       const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;

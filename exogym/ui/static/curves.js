@@ -5,14 +5,14 @@ import { csv, download, png, svg } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
-const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6;
+const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6, FADED = 0.2, BEYOND = 1.15;
 export const AXES = {
   step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)",
 };
 
 const sizes = new ResizeObserver((entries) => {
   for (const { target } of entries) {
-    if (target.plot && target.clientWidth) target.plot.setSize({ width: target.clientWidth, height: HEIGHT });
+    if (target.plot && target.clientWidth) target.plot.setSize({ width: target.clientWidth, height: target.tall ?? HEIGHT });
   }
 });
 
@@ -49,11 +49,11 @@ export function smoothed(values, weight) {
 }
 
 // The points of a curve that its axes can show, in order, smoothed.
-function prepared(curve) {
+function prepared(curve, view) {
   const shown = (value, isLog) => isNumber(value) && (!isLog || value > 0);
-  const order = curve.x.map((_, k) => k).filter((k) => shown(curve.x[k], look.logx) && shown(curve.y[k], look.logy));
+  const order = curve.x.map((_, k) => k).filter((k) => shown(curve.x[k], view.logx) && shown(curve.y[k], view.logy));
   order.sort((a, b) => curve.x[a] - curve.x[b]);
-  const of = (values) => smoothed(order.map((k) => (shown(values[k], look.logy) ? values[k] : null)), look.smooth);
+  const of = (values) => smoothed(order.map((k) => (shown(values[k], view.logy) ? values[k] : null)), view.smooth);
   const lists = [order.map((k) => curve.x[k]), of(curve.y)];
   return { ...curve, band: Boolean(curve.low), lists: curve.low ? [...lists, of(curve.low), of(curve.high)] : lists };
 }
@@ -69,10 +69,10 @@ function near(values, at) {
 }
 
 // Draw a chart of several curves {label, x: [...], y: [...]}, with an optional color, and low and high for a band.
-// Points without numbers are left out.
-export function draw(holder, title, curves) {
+// Points without numbers are left out. `view` has the axis, logx, logy and smooth; the reader's choices are the default.
+export function draw(holder, title, curves, view = look) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches, colors = dark ? DARK : LIGHT;
-  const shown = curves.map(prepared).filter((curve) => curve.lists[0].length);
+  const shown = curves.map((curve) => prepared(curve, view)).filter((curve) => curve.lists[0].length);
   holder.hidden = !shown.length;
   if (!shown.length) { holder.plot?.destroy(); holder.plot = null; return; }
   const data = uPlot.join(shown.map((curve) => curve.lists));
@@ -82,8 +82,8 @@ export function draw(holder, title, curves) {
     curve.dash ??= k >= colors.length;
     curve.at = next; next += curve.band ? 3 : 1;
   });
-  holder.curves = shown;
-  const scale = `${(holder.axis ?? look.axis)} ${look.logx}`, key = `${scale} ${look.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
+  Object.assign(holder, { curves: shown, view: { ...view } });
+  const scale = `${view.axis} ${view.logx}`, key = `${title} ${scale} ${view.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
   if (holder.scale !== scale) holder.zoom = null;
   if (holder.plot && holder.key === key) {
     holder.plot.setData(data, !holder.zoom);
@@ -96,16 +96,26 @@ export function draw(holder, title, curves) {
   begin(holder, title, data);
 }
 
+// A logarithmic scale that ends near the data, not at the next power of ten, and its marks.
+const scaled = (isLog) => (isLog ? { distr: 3, range: (_, low, high) => [low / BEYOND, high * BEYOND] } : {});
+function marksOfLog(_, __, low, high) {
+  const decades = Math.log10(high / low), digits = decades > 3 ? [1] : decades > 1 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
+  const first = Math.floor(Math.log10(low)), powers = Array.from({ length: Math.ceil(decades) + 2 }, (_, k) => 10 ** (first + k));
+  return powers.flatMap((power) => digits.map((digit) => Number((digit * power).toPrecision(3)))).filter((x) => x >= low && x <= high);
+}
+
 function begin(holder, title, data) {
-  const shown = holder.curves, text = getComputedStyle(document.body).color;
-  const inBytes = title.startsWith("bytes"), ofX = (x) => ((holder.axis ?? look.axis) === "tx_bytes" ? bytes(x) : short(x));
+  const { curves: shown, view } = holder, text = getComputedStyle(document.body).color, tall = holder.tall ?? HEIGHT;
+  const inBytes = title.startsWith("bytes"), ofX = (x) => (view.axis === "tx_bytes" ? bytes(x) : short(x));
   const ofY = (y) => (inBytes ? bytes(y) : short(y));
   const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
   const style = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line } };
+  const ticks = (isLog) => (isLog ? { splits: marksOfLog, filter: (_, found) => found } : {});
   const marks = (form) => (_, found) => found.map((value) => (value === null ? "" : form(value)));
   const series = shown.flatMap((curve) => {
     const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
-    const main = { label: curve.label, stroke: curve.color, width: 1.6, spanGaps: true, points: { show: curve.lists[0].length < 2 },
+    const main = { label: curve.label, stroke: curve.color, width: 1.8, spanGaps: true,
+      points: { show: curve.lists[0].length < 2, size: 11, fill: curve.color },
       dash: curve.dash ? [5, 3] : undefined };
     return curve.band ? [main, { ...edge, label: `${curve.label}, low` }, { ...edge, label: `${curve.label}, high` }] : [main];
   });
@@ -118,12 +128,12 @@ function begin(holder, title, data) {
   const button = (ending, made) => make("button", { type: "button", onclick: save(ending, made) }, ending.toUpperCase());
   const tools = make("details", { class: "tools", ontoggle() { holder.fill(); } }, make("summary", {}, "Values, files"),
     make("div", { class: "bar" },
-      button("csv", () => csv([AXES[(holder.axis ?? look.axis)], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
-      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[(holder.axis ?? look.axis)], holder.curves))),
+      button("csv", () => csv([AXES[view.axis], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
+      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[view.axis], holder.curves))),
     make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
       (head) => make("th", { scope: "col" }, head)))), values)));
   const marksOf = (color) => { const mark = make("span", { class: "mark" }); mark.style.background = color; return mark; };
-  const legend = make("p", { class: "legend", hidden: shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, marksOf(curve.color), curve.label)));
+  const legend = make("p", { class: "legend", hidden: holder.plain || shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, marksOf(curve.color), curve.label)));
   holder.replaceChildren(make("h3", {}, title), picture, said, reset, legend, tools);
 
   const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([, y]) => y !== null).slice(0, MOST_NAMED);
@@ -131,16 +141,16 @@ function begin(holder, title, data) {
     tip.hidden = k === null || k === undefined;
     if (tip.hidden) return;
     const x = plot.data[0][k], left = plot.valToPos(x, "x");
-    tip.replaceChildren(make("strong", {}, `${AXES[(holder.axis ?? look.axis)]} ${ofX(x)}`),
+    tip.replaceChildren(make("strong", {}, `${AXES[view.axis]} ${ofX(x)}`),
       ...lines(k).map(([curve, y]) => make("span", {}, marksOf(curve.color), `${curve.label} ${ofY(y)}`)));
     tip.style.left = left > plot.over.clientWidth / 2 ? "" : `${left + 12}px`;
     tip.style.right = left > plot.over.clientWidth / 2 ? `${plot.over.clientWidth - left + 12}px` : "";
   }
   const plot = new uPlot({
-    width: holder.clientWidth || 320, height: HEIGHT, legend: { show: false },
-    scales: { x: { time: false, distr: look.logx ? 3 : 1 }, y: { distr: look.logy ? 3 : 1 } },
-    axes: [{ ...style, label: AXES[(holder.axis ?? look.axis)], values: marks(ofX) }, { ...style, size: 62, values: marks(ofY) }],
-    series: [{ label: AXES[(holder.axis ?? look.axis)] }, ...series],
+    width: holder.clientWidth || 320, height: tall, legend: { show: false }, focus: { alpha: FADED },
+    scales: { x: { time: false, ...scaled(view.logx) }, y: scaled(view.logy) },
+    axes: [{ ...style, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...ticks(view.logy) }],
+    series: [{ label: AXES[view.axis] }, ...series],
     bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {
       setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],
@@ -165,7 +175,7 @@ function begin(holder, title, data) {
     if (to !== undefined) {
       at = inside(to);
       point(at);
-      said.textContent = `${AXES[(holder.axis ?? look.axis)]} ${ofX(xs[at])}: ${lines(at).map(([curve, y]) => `${curve.label} ${ofY(y)}`).join(", ")}`;
+      said.textContent = `${AXES[view.axis]} ${ofX(xs[at])}: ${lines(at).map(([curve, y]) => `${curve.label} ${ofY(y)}`).join(", ")}`;
     } else if (event.key === "+") {
       const middle = at === null ? (min + max) / 2 : xs[at];
       zoom({ min: middle - CLOSER * (middle - min), max: middle + CLOSER * (max - middle) });
@@ -174,6 +184,12 @@ function begin(holder, title, data) {
     event.preventDefault();
   });
   picture.addEventListener("blur", () => point(null));
+
+  // Let the others fade; null shows all alike.
+  holder.focusOn = (label) => {
+    const found = holder.curves.find((curve) => curve.label === label);
+    plot.setSeries(found ? found.at : null, { focus: true }, false);
+  };
 
   holder.fill = () => {
     if (!tools.open) return;

@@ -11,8 +11,9 @@ function spread(cell) {
 }
 
 // Blue is a low loss. The text is dark in the light and the dark theme.
-function coloured(cell, low, high, best) {
-  const found = make("td", { class: "number cell" }, spread(cell), cell.cell === best ? make("strong", {}, " best") : "");
+function coloured(cell, low, high, best, point) {
+  const found = make("td", { class: `number cell${cell.cell === best ? " best" : ""}`, tabindex: "0", onmouseenter() { point(cell.cell); },
+    onmouseleave() { point(null); }, onfocus() { point(cell.cell); }, onblur() { point(null); } }, spread(cell), cell.cell === best ? make("strong", {}, " best") : "");
   if (isNumber(cell.loss)) {
     const part = high > low ? (Math.log(Math.max(cell.loss, 1e-12)) - low) / (high - low) : 0;
     found.style.background = `hsl(${205 - 175 * part} 70% ${84 - 16 * part}%)`;
@@ -21,10 +22,11 @@ function coloured(cell, low, high, best) {
   return found;
 }
 
-export function grid(found, again) {
+// `point` takes the cell under the pointer, or null.
+export function grid(found, again, point) {
   const losses = found.cells.map((cell) => cell.loss).filter(isNumber).map((x) => Math.log(Math.max(x, 1e-12)));
   const low = Math.min(...losses), high = Math.max(...losses);
-  const of = (cell) => coloured(cell, low, high, found.best);
+  const of = (cell) => coloured(cell, low, high, found.best, point);
   const axes = Object.keys(found.axes).filter((name) => found.axes[name].length > 1);
   const said = make("p", { class: "soft" }, "Mean validation loss \u00b1 standard deviation over seeds. Blue is low.");
   if (!found.is_grid || axes.length < 2) {

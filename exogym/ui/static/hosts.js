@@ -5,6 +5,8 @@ import { address, bytes, get, isNumber, make, POLL_MS, rate, seconds, share, sta
 const HEADS = [["host", false], ["state", false], ["heartbeat", true], ["device", false], ["CPU", true], ["GPU", true],
   ["memory", true], ["run uses", true], ["received", true], ["sent", true], ["last step", true], ["restarts", true]];
 
+const heads = (hasGpus) => HEADS.filter(([title]) => hasGpus || title !== "GPU");
+
 function row(host, hasGpus) {
   const processes = host.processes ?? [], gpus = host.gpus ?? [];
   const steps = processes.map((one) => one.step), most = Math.max(...steps), least = Math.min(...steps);
@@ -15,12 +17,14 @@ function row(host, hasGpus) {
   const gpu = gpus.map((one) => `${share(one.use)}, ${of(one.memory_bytes, one.memory_total_bytes)}`).join("; ");
   const number = (text) => make("td", { class: "number" }, text);
   const steady = steps.length ? (least === most ? `${most}` : `${least} to ${most}`) : "";
-  return make("tr", {}, make("td", {}, host.address), make("td", {}, stateOf(host.state)),
+  const line = make("tr", {}, make("td", {}, host.address), make("td", {}, stateOf(host.state)),
     number(host.quiet_s === null ? "not yet" : `${seconds(Math.round(host.quiet_s))} ago`), make("td", {}, device),
     number(`${share(host.cpu_use)}${isNumber(host.cores) ? ` of ${host.cores}` : ""}`), ...(hasGpus ? [number(gpu)] : []),
     number(of(host.memory_bytes, host.memory_total_bytes)), number(bytes(host.run_memory_bytes)),
     number(rate(host.rx_bps)), number(rate(host.tx_bps)),
     number(quiet > 30 ? `${steady}, silent for ${seconds(quiet)}` : steady), number(restarts));
+  heads(hasGpus).forEach(([title], k) => { line.cells[k].dataset.head = title; });  // a card's labels on narrow screens
+  return line;
 }
 
 // The table of one run's hosts, and the table of their events.
@@ -29,7 +33,7 @@ export function hostsTables(found) {
     make("td", {}, new Date(event.at_s * 1000).toLocaleTimeString()), make("td", {}, event.host),
     make("td", {}, event.kind), make("td", { class: "text" }, event.why)));
   const hasGpus = found.hosts.some((host) => host.gpus?.length);
-  return [table(HEADS.filter(([title]) => hasGpus || title !== "GPU"),
+  return [table(heads(hasGpus),
     make("tbody", { class: "hosts" }, ...found.hosts.map((host) => row(host, hasGpus)))),
     make("details", {}, make("summary", {}, "Events"),
       table([["time", false], ["host", false], ["event", false], ["reason", false]], make("tbody", {}, ...events)))];

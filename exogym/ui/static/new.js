@@ -1,119 +1,166 @@
-// A form that starts a comparison or a sweep. Its choices stand in the address, and the server checks them while you type.
+// Start a comparison or a sweep by one line, completed and checked while you type. The line stands in the address.
 
 import { address, get, make, POLL_MS, send } from "./base.js";
-import { fieldOf, helpOf, strategyChips } from "./chips.js";
 
-const PAUSE_MS = 300;  // from the last key to a check
-const CHIPS = { strategies: Infinity, strategy: 1 };  // options shown as chips, and how many may be chosen
-const label = (option) => option.flag.replace(/^--/, "");
+const PAUSE_MS = 300, MOST_SHOWN = 12;  // from the last key to a check; suggestions
+const COMMON = ["ddp", "diloco:H=30", "fedavg:H=10", "sparta", "demo", "powersgd"];
+const OF_STRATEGIES = new Set(["strategies", "strategy"]);
+const FIRST = "compare --strategies ddp,diloco:H=30,sparta --nodes 4 --steps 400";
+
+// The words of a line as a shell would split it.
+export function words(line) {
+  return [...line.matchAll(/(?:[^\s'"]|'[^']*'|"[^"]*")+/g)].map(([word]) => word.replace(/'([^']*)'|"([^"]*)"/g, (_, one, two) => one ?? two));
+}
+const quoted = (word) => (/^[\w,.:;=/+*-]+$/.test(word) ? word : `'${word.replaceAll("'", '"')}'`);
+const flagsOf = (option) => option.flag.split(/[\s,/]+/).filter((flag) => flag.startsWith("-"));
+
+// A line as a command and its options, with what is wrong in it.
+export function parsed(line, forms) {
+  const [command, ...rest] = words(line.trim().replace(/^exogym\s+/, "")), options = {}, wrong = [];
+  if (!Object.hasOwn(forms, command)) return { command, options, wrong: [`${command || "An empty line"} is no command: begin with ${Object.keys(forms).join(" or ")}`] };
+  for (let k = 0; k < rest.length; k += 1) {
+    const [, flag, own] = /^(--?[\w-]+)(?:=(.*))?$/s.exec(rest[k]) ?? [], option = forms[command].find((one) => flag && flagsOf(one).includes(flag));
+    if (!option) { wrong.push(`${rest[k]} is no option of ${command}`); continue; }
+    if (option.is_flag) { options[option.name] = true; continue; }
+    const value = own ?? rest[k += 1];
+    if (value === undefined) wrong.push(`${flag} needs a value`);
+    else options[option.name] = option.multiple ? [...(options[option.name] ?? []), value] : value;
+  }
+  return { command, options, wrong };
+}
+
+function written({ command, options }, forms) {
+  const of = (name) => forms[command]?.find((option) => option.name === name)?.flag ?? `--${name.replaceAll("_", "-")}`;
+  return [command, ...Object.entries(options).flatMap(([name, value]) => (value === true ? [of(name)] : [value].flat().flatMap((one) => [of(name), quoted(String(one))])))].join(" ");
+}
+
+// What may stand at the cursor: [text, help] of each, and where the unfinished part begins.
+export function suggestions(line, forms, { strategies, options }) {
+  const before = words(line.replace(/\S*$/, "").replace(/^exogym\s+/, "")), part = /\S*$/.exec(line)[0], at = line.length - part.length;
+  const from = (start, all) => ({ start, found: all.filter(([text]) => text.startsWith(line.slice(start)) && text !== line.slice(start)).slice(0, MOST_SHOWN) });
+  if (!before.length) return from(at, Object.keys(forms).map((name) => [name, ""]));
+  const form = forms[before[0]] ?? [], last = form.find((one) => flagsOf(one).includes(before.at(-1)) && !one.is_flag);
+  if (!last) {
+    const given = new Set(before);
+    return from(at, form.filter((one) => one.multiple || !flagsOf(one).some((flag) => given.has(flag))).map((one) => [flagsOf(one)[0], one.help.split("\n")[0]]));
+  }
+  if (OF_STRATEGIES.has(last.name)) {
+    const text = part.split(",").at(-1), own = text.split(":"), start = line.length - own.at(-1).length;
+    if (own.length === 1) return from(start, Object.entries(strategies).map(([name, { title }]) => [name, title]));
+    const known = (strategies[own[0]]?.options ?? []).map((k) => options[k]), [name, value] = own.at(-1).split("=");
+    if (value === undefined) return from(start, known.map((one) => [`${one.name}=`, one.help]));
+    const one = known.find((each) => each.name === name);
+    return from(line.length - value.length, (one?.kind === "bool" ? ["true", "false"] : one?.choices ?? []).map((choice) => [choice, ""]));
+  }
+  return from(at, last.choices.map((choice) => [choice, ""]));
+}
 
 export function newPage(main) {
   const at = make("p", { class: "soft", role: "status", id: "answer" }), note = make("p", { class: "soft", id: "note" });
-  const fields = make("div"), plan = make("p", { id: "plan", role: "status" });
-  const kind = make("select", { id: "command", onchange() { show({}); changed(); } }), started = make("section");
+  const plan = make("p", { id: "plan", role: "status" }), errors = make("ul", { id: "errors", class: "wrong", role: "status" }), started = make("section");
+  const line = make("textarea", { id: "line", rows: "2", spellcheck: false, autocomplete: "off", role: "combobox", "aria-expanded": "false",
+    "aria-controls": "suggestions", "aria-label": "command", oninput() { changed(); }, onkeydown: key, onclick: suggest, onblur() { setTimeout(close, 150); } });
+  const list = make("ul", { id: "suggestions", role: "listbox", hidden: true }), help = make("p", { class: "soft", id: "help" });
   const button = make("button", { type: "submit", id: "start" }, "Start");
+  const given = () => parsed(line.value, forms);
   const guess = make("button", { type: "button", id: "estimate", title: "Trains each strategy for about a second, and prints the time and memory that all runs need.",
     async onclick() {
-      const before = JSON.stringify(given()), body = { command: kind.value, options: given() };
+      const before = line.value, { command, options } = given();
       trying = guess.disabled = true; guessed.textContent = "Trying each strategy for about a second.";
-      const found = await send("/api/estimate", body).catch((error) => ({ text: error.message }));
-      guessed.textContent = before === JSON.stringify(given()) ? found.text : "";  // it may be of other options by now
+      const found = await send("/api/estimate", { command, options }).catch((error) => ({ text: error.message }));
+      guessed.textContent = before === line.value ? found.text : "";  // it may be of another line by now
       trying = false; guess.disabled = button.disabled;
     } }, "Estimate"), guessed = make("pre", { id: "estimated", role: "status" });
+  const common = make("div", { class: "bar", role: "group", "aria-label": "Common strategies" }, ...COMMON.map((text) => make("button", {
+    type: "button", class: "chip", "data-strategy": text, onclick() { add(text); } }, text)));
   const form = make("form", { onsubmit: async (event) => {
     event.preventDefault();
+    const { command, options } = given();
     try {
-      const found = await send("/api/start", { command: kind.value, options: given() });
+      const found = await send("/api/start", { command, options });
       at.textContent = `started as process ${found.pid}; it appears under Runs when it trains`;
     } catch (error) { at.textContent = error.message; }
-  } }, make("label", {}, "Command ", kind), fields, plan, make("div", { class: "bar" }, button, guess), guessed);
+  } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, errors, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
-  let forms = {}, catalog = { strategies: {}, options: [] }, chips = null, timer = 0, checking = 0, asked = 0, gone = false, trying = false;
+  let forms = {}, catalog = { strategies: {}, options: [] }, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1;
 
-  // The options that the fields hold, as the server takes them.
-  function given() {
-    const options = {};
-    for (const field of fields.querySelectorAll("[name]")) {
-      if (field.type === "checkbox") { if (field.checked) options[field.name] = true; continue; }
-      const lines = field.value.split("\n").map((line) => line.trim()).filter(Boolean);
-      if (lines.length) options[field.name] = field.tagName === "TEXTAREA" ? lines : lines[0];
-    }
-    return options;
+  // Write a strategy into the line.
+  function add(text) {
+    const option = /^\s*(?:exogym\s+)?sweep/.test(line.value) ? "--strategy" : "--strategies", known = new RegExp(`(${option}[= ])(\\S*)`);
+    if (!known.test(line.value)) line.value = `${line.value.trimEnd()} ${option} ${text}`.trimStart();
+    else line.value = line.value.replace(known, (_, flag, before) => `${flag}${before && option === "--strategies" ? `${before},` : ""}${text}`);
+    line.focus(); changed();
   }
 
-  function row(option, value) {
-    const id = `option-${option.name}`, attributes = { name: option.name, id, oninput: changed };
-    let field;
-    if (option.is_flag) { field = make("input", { ...attributes, type: "checkbox" }); field.checked = value === true; }
-    else if (option.multiple) {
-      field = make("textarea", { ...attributes, placeholder: "one per line", rows: "3" });
-      field.value = [value ?? []].flat().join("\n");
-    } else field = fieldOf(option, value === undefined ? undefined : String(value), attributes);
-    if (option.required) (field.matches("[name]") ? field : field.firstChild).setAttribute("required", "");
-    return make("p", {}, make("label", { for: id }, label(option)), field,
-      make("small", {}, (option.is_flag && option.default ? "Turns this off: " : "") + helpOf(option)[0]),
-      make("small", { class: "wrong", role: "status", "data-of": option.name }));
+  function close() { list.hidden = true; offered = null; chosen = -1; line.setAttribute("aria-expanded", "false"); line.removeAttribute("aria-activedescendant"); }
+
+  function suggest() {
+    const end = line.selectionStart;
+    if (end !== line.selectionEnd || (end < line.value.length && !/\s/.test(line.value[end]))) { close(); return; }
+    offered = suggestions(line.value.slice(0, end), forms, catalog);
+    chosen = -1;
+    list.replaceChildren(...offered.found.map(([text, said], k) => make("li", { id: `suggestion-${k}`, role: "option", onpointerdown(event) { event.preventDefault(); take(k); } },
+      make("code", {}, text), " ", make("small", {}, said))));
+    list.hidden = !offered.found.length;
+    line.setAttribute("aria-expanded", String(!list.hidden));
   }
 
-  // Show the command's form, filled with these options.
-  function show(options) {
-    const all = forms[kind.value], chip = all.find((option) => option.name in CHIPS);
-    chips = strategyChips(chip.name, catalog, CHIPS[chip.name], chip, changed);
-    const [basic, more] = [true, false].map((first) => all.filter((option) => option !== chip && option.is_basic === first));
-    fields.replaceChildren(chips.box, make("div", { class: "fields" }, ...basic.map((option) => row(option, options[option.name]))),
-      make("details", { id: "more", open: more.some((option) => option.name in options) }, make("summary", {}, "More options"),
-        make("div", { class: "fields" }, ...more.map((option) => row(option, options[option.name])))));
-    chips.set(String(options[chip.name] ?? ""));
+  function take(k) {
+    const [text] = offered.found[k], end = line.selectionStart, space = text.startsWith("--") ? " " : "";
+    line.setRangeText(text + space, offered.start, end, "end");
+    changed(); suggest();
+  }
+
+  function key(event) {
+    if (event.key === "Enter" && (list.hidden || chosen < 0)) { event.preventDefault(); if (!button.disabled) form.requestSubmit(); return; }
+    if (list.hidden || !offered) return;
+    const last = offered.found.length - 1;
+    if (event.key === "ArrowDown") chosen = Math.min(chosen + 1, last);
+    else if (event.key === "ArrowUp") chosen = Math.max(chosen - 1, 0);
+    else if (event.key === "Tab" || event.key === "Enter") { event.preventDefault(); take(Math.max(chosen, 0)); return; }
+    else if (event.key === "Escape") { close(); return; }
+    else return;
+    event.preventDefault();
+    [...list.children].forEach((one, k) => one.setAttribute("aria-selected", String(k === chosen)));
+    line.setAttribute("aria-activedescendant", `suggestion-${chosen}`);
   }
 
   function changed() {
-    const words = new URLSearchParams({ command: kind.value });
-    for (const [name, value] of Object.entries(given())) for (const one of [value].flat()) words.append(name, one === true ? "1" : one);
-    history.replaceState(null, "", `#/new?${words}`);
-    if (!trying) guessed.textContent = "";  // it was of other options
+    history.replaceState(null, "", `#/new?${new URLSearchParams({ line: line.value })}`);
+    if (!trying) guessed.textContent = "";  // it was of another line
+    if (document.activeElement === line) suggest();
     clearTimeout(checking);
     checking = setTimeout(check, PAUSE_MS);
   }
 
   async function check() {
-    const mine = asked += 1;
-    let found = { errors: [], plan: "" };
-    try { found = await send("/api/check", { command: kind.value, options: given() }); }
-    catch (error) {
-      if (error.status === 409 && mine === asked && !gone) checking = setTimeout(check, PAUSE_MS);  // of another page
-      if (error.status === 409) return;
-      found.errors.push({ error: error.message });
+    const mine = asked += 1, { command, options, wrong } = given();
+    let found = { errors: wrong.map((error) => ({ error })), plan: "" };
+    if (!wrong.length) {
+      try { found = await send("/api/check", { command, options }); }
+      catch (error) {
+        if (error.status === 409 && mine === asked && !gone) checking = setTimeout(check, PAUSE_MS);  // of another page
+        if (error.status === 409) return;
+        found.errors.push({ error: error.message });
+      }
     }
     if (mine !== asked || gone) return;  // a later check is under way
-    for (const place of fields.querySelectorAll("[data-of]")) {
-      const own = found.errors.filter((each) => each.option === place.dataset.of), field = document.getElementById(`option-${place.dataset.of}`);
-      place.textContent = own.map((each) => each.error).join("; ");
-      if (own.length) field.setAttribute("aria-invalid", "true"); else field.removeAttribute("aria-invalid");
-      if (own.length && place.closest("#more")) place.closest("#more").open = true;
-    }
-    chips.mark(found.errors.filter((each) => each.strategy !== undefined));
-    const rest = found.errors.filter((each) => each.strategy === undefined && !fields.querySelector(`[data-of="${each.option}"]`));
-    const count = found.errors.length;
-    plan.className = count ? "wrong" : "soft";
-    plan.textContent = rest.length ? rest.map((each) => each.error).join("; ") : count ? `${count} ${count > 1 ? "options need" : "option needs"} another value.`
-      : found.plan && `Start trains ${found.plan}.`;
-    button.disabled = count > 0; guess.disabled = trying || count > 0;
+    const flag = (name) => forms[command]?.find((option) => option.name === name)?.flag;
+    errors.replaceChildren(...found.errors.map(({ option, error }) => make("li", {}, flag(option) && !error.includes(flag(option)) ? `${flag(option)}: ${error}` : error)));
+    line.setAttribute("aria-invalid", String(found.errors.length > 0));
+    plan.textContent = !found.errors.length && found.plan ? `Start trains ${found.plan}.` : "";
+    button.disabled = found.errors.length > 0; guess.disabled = trying || button.disabled;
   }
 
-  // The form's options that the address holds; "again" names a run whose options to take.
+  // The line that the address holds; "again" names a run whose options to take.
   async function asWanted() {
-    const words = new URLSearchParams(location.hash.split("?")[1] ?? ""), run = words.get("again");
+    const given = new URLSearchParams(location.hash.split("?")[1] ?? ""), run = given.get("again");
     if (run !== null) {
       const found = await get(`/api/runs/${address(run)}/again`);
       note.textContent = `Again, with changes: the options of ${run}. ${found.note}`;
-      return found;
+      return written(found, forms);
     }
-    const command = Object.hasOwn(forms, words.get("command")) ? words.get("command") : Object.keys(forms)[0], options = {};
-    for (const option of forms[command]) {
-      const values = words.getAll(option.name);
-      if (values.length) options[option.name] = option.is_flag ? true : option.multiple ? values : values[0];
-    }
-    return { command, options };
+    return given.get("line") ?? FIRST;
   }
 
   async function poll() {
@@ -129,21 +176,20 @@ export function newPage(main) {
     try {
       forms = await get("/api/forms");
       if (!Object.keys(forms).length) {
-        form.hidden = true;
         at.textContent = "This page only reads. Start exogym ui without --read-only to start runs here.";
         return;
       }
       catalog = await get("/api/strategies");
-      const { command, options } = await asWanted();
+      line.value = await asWanted();
       if (gone) return;
-      kind.append(...Object.keys(forms).map((name) => make("option", { value: name }, name)));
-      kind.value = command;
-      show(options);
-      if (Object.keys(options).length) changed(); else check();
+      form.hidden = false; at.textContent = "";
+      help.textContent = `Options: ${[...new Set(Object.values(forms).flat().filter((one) => one.is_basic).map((one) => flagsOf(one)[0]))].join(" ")} ... Type -- for all of them; Tab completes.`;
+      check();
       poll();
-    } catch (error) { form.hidden = true; at.textContent = error.message; }
+    } catch (error) { at.textContent = error.message; }
   }
+  form.hidden = true;
   at.textContent = "Loading the options.";
-  begin().then(() => { if (at.textContent === "Loading the options.") at.textContent = ""; });
+  begin();
   return { update() {}, leave() { gone = true; clearTimeout(timer); clearTimeout(checking); } };
 }

@@ -38,7 +38,6 @@ export function nodesPicture() {
   const choice = make("select", { id: "nodes", onchange(event) { look.nodes = event.target.value; show(); } });
   const { holders, box: band } = places([CROWD]), worst = make("ol", { id: "worst" }), crowd = make("div", { hidden: true }, band,
     make("h3", {}, "Highest newest losses"), worst);
-  holders[CROWD].axis = "step";
   const box = make("section", { hidden: true }, make("h2", {}, "Nodes"),
     make("div", { class: "bar" }, make("label", {}, "Show ", choice)), crowd, make("div", {}, canvas), said);
   let found = null, shown = null;
@@ -63,7 +62,7 @@ export function nodesPicture() {
     crowd.hidden = !found.band;
     if (found.band) {
       const { low, median: y, high } = found.band;
-      draw(holders[CROWD], CROWD, [{ label: `median of ${found.of} nodes, band from 10 % to 90 %`, x: found.steps, y, low, high }]);
+      draw(holders[CROWD], CROWD, [{ label: `median of ${found.of} nodes, band from 10 % to 90 %`, x: found.steps, y, low, high }], { ...look, axis: "step" });
       worst.replaceChildren(...found.worst.map(({ node, loss }) => make("li", {}, `node ${node}: ${figure(loss)}`)));
     }
     const { steps, rows, away } = matrix(view);

@@ -1,8 +1,8 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, noRun, notes, PART_BYTES, POLL_MS, seconds, skeleton, stateOf,
-  table,
+  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, heading, isNumber, look, make, noRun, notes, PART_BYTES, POLL_MS, seconds,
+  skeleton, stateOf, table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { hostsTables } from "./hosts.js";
@@ -12,20 +12,33 @@ const CHARTS = {
   loss: ["val_loss", "train_loss"], accuracy: ["val_accuracy"], "bytes sent per node": ["tx_bytes"],
   "consensus distance": ["consensus_distance"], "examples per second": ["examples_per_s"], "learning rate": ["lr"],
 };
+const [LOSS, ...OTHERS] = Object.keys(CHARTS), TALL = 320;
 const MOST_POINTS = 2000, SELDOM = 3;  // pictures load at every third poll
 const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawings
+
+// One row for each option: first those that differ from the defaults, the others folded.
+function optionTables({ description, usual = [] }) {
+  const all = Object.entries(description).filter(([key, value]) => value !== null && key !== "model").flatMap(([key, value]) => (
+    typeof value !== "object" || Array.isArray(value) ? [[key, key, value]] : Object.entries(value).map(([name, one]) => [key, `${key}.${name}`, one])));
+  const text = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
+  const rows = (wanted) => make("tbody", {}, ...all.filter(([key, , value]) => value !== null && wanted === usual.includes(key)).map(([, title, value]) => make("tr", {},
+    make("th", { scope: "row" }, title), make("td", { class: "text" }, text(value)))));
+  const heads = [["option", false], ["value", false]];
+  return [table(heads, rows(false)), make("details", {}, make("summary", {}, "Options with their defaults"), table(heads, rows(true)))];
+}
 
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
   const actions = actionsOf(name), again = againLink(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
   const bones = skeleton(), tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
-  const { holders, box: charts } = places(Object.keys(CHARTS));
+  const head = heading(name), { holders: large, box: first } = places([LOSS]), { holders: small, box: charts } = places(OTHERS), holders = { ...large, ...small };
+  first.classList.add("one"); large[LOSS].tall = TALL;
   const nodes = nodesPicture(), timeline = timelinePicture(`/api/runs/${address(name)}`), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
-  main.append(make("h2", {}, name), trouble, at, bones, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
+  main.append(head, trouble, at, bones, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
     link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json"), again.link),
-    charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
+    first, charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
   const next = followed(name, MOST_POINTS);
   let rows = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
@@ -53,11 +66,12 @@ export function runPage(main, name) {
     const sent = newest("tx_bytes"), timed = newest("wall_s");
     const end = rest === null ? "" : `, done at about ${new Date(Date.now() + 1000 * rest).toLocaleTimeString([], { timeStyle: "short" })}`;
     const ago = isNumber(heard) ? `, last report ${seconds(Math.max(0, Math.round(Date.now() / 1000 - heard)))} ago` : "";
-    at.textContent = [run.state, run.strategy].filter(Boolean).join(", ") + (over ? "" : ago + end);
+    const strategy = find(name)?.strategy ?? run.strategy;
+    at.textContent = [run.state, strategy].filter(Boolean).join(", ") + (over ? "" : ago + end);
     const tile = (title, value, below) => make("div", {}, make("dt", {}, title), make("dd", {}, value),
       make("dd", { class: "soft" }, below));
     tiles.replaceChildren(
-      tile("State", stateOf(run.state), run.strategy ?? ""),
+      tile("State", stateOf(run.state), strategy ?? ""),
       tile("Step", `${step} of ${total ?? "?"}`, total ? `${Math.floor(100 * step / total)} %` : ""),
       tile("Validation loss", figure(loss?.val_loss) || "none yet", loss ? `at step ${loss.step}` : ""),
       tile("Best loss", figure(best?.val_loss) || "none yet", best ? `at step ${best.step}` : ""),
@@ -87,7 +101,7 @@ export function runPage(main, name) {
 
   function describe(found) {
     run = found;
-    bones.remove();
+    bones.remove(); head.fill();
     over = run.state !== "running";
     actions.show(run.actions);
     again.show(run);
@@ -102,12 +116,7 @@ export function runPage(main, name) {
     const text = JSON.stringify([run.description, run.command, run.snippet]);
     if (text === shownAbout) return;  // keep the text that somebody may be selecting
     shownAbout = text;
-    const facts = make("dl");
-    for (const [key, value] of Object.entries(run.description)) {
-      if (value === null || key === "model") continue;
-      facts.append(make("dt", {}, key), make("dd", {}, typeof value === "object" ? JSON.stringify(value) : value));
-    }
-    about.replaceChildren(make("h2", {}, "Options"), facts,
+    about.replaceChildren(make("h2", {}, "Options"), ...optionTables(run),
       run.command || run.snippet ? make("h2", {}, "Repeat this run") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
   }
 
@@ -150,7 +159,7 @@ export function runPage(main, name) {
   }
   poll();
   return {
-    update() { own.fill(); if (over && !timer && !gone && find(name)?.state === "running") poll(); },
+    update() { own.fill(); head.fill(); if (over && !timer && !gone && find(name)?.state === "running") poll(); },
     leave() { clearTimeout(timer); gone = true; },
   };
 }

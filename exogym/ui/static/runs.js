@@ -1,17 +1,60 @@
 // The list of runs.
 
-import { address, ageOf, bytes, figure, look, make, seconds, share, stateOf, store, toAddress } from "./base.js";
+import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, stateOf, store, titled, toAddress } from "./base.js";
 
-const MOST_ROWS = 300, BONES = 8;  // rows at first, and rows of the skeleton
-let most = MOST_ROWS;
+const MOST_ROWS = 300, BONES = 8, MOST_POINTS = 60;  // rows at first, rows of the skeleton, points of a sparkline
+const DEMO = "#/new?line=compare+--strategies+ddp,diloco:H=10,sparta+--nodes+4+--steps+400";
+const [WIDE, HIGH] = [90, 22], sparks = new Map(), open = new Set();
+let most = MOST_ROWS, asking = 0;
+
+// A small curve of the loss. It is asked for when the row comes into view, and again when the run has gone on.
+const seen = new IntersectionObserver((entries) => {
+  for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); fetched(target); }
+});
+async function fetched(box) {
+  const { run } = box, known = sparks.get(run.name);
+  if (known?.step === run.step || asking > 3) return;
+  asking += 1;
+  try {
+    const { records } = await get(`/api/runs/${address(run.name)}/records?node=none&after=-1&most=${MOST_POINTS}`);
+    sparks.set(run.name, { step: run.step, losses: ["val_loss", "train_loss"].map((key) => records.map((row) => row[key]).filter((y) => isNumber(y) && y > 0)).find((all) => all.length > 1)?.map(Math.log) ?? [] });
+    box.replaceChildren(curve(run));
+  } catch { /* the row says what is wrong */ } finally { asking -= 1; }
+}
+function curve(run) {
+  const losses = sparks.get(run.name)?.losses ?? [];
+  if (losses.length < 2) return "";
+  const low = Math.min(...losses), high = Math.max(...losses);
+  const scale = devicePixelRatio || 1, picture = make("canvas", { width: WIDE * scale, height: HIGH * scale, "aria-hidden": "true" }), brush = picture.getContext("2d");
+  brush.scale(scale, scale);
+  brush.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--link"); brush.lineWidth = 1.4;
+  losses.forEach((y, k) => brush.lineTo(k / (losses.length - 1) * WIDE, 1 + (HIGH - 2) * (high > low ? (high - y) / (high - low) : 0.5)));
+  brush.stroke();
+  return picture;
+}
+function sparkline(run) {
+  const box = make("span", { class: "spark" }, curve(run));
+  box.run = run;
+  if (run.kind === "run" && run.step !== null) seen.observe(box);
+  return box;
+}
+
+// How far a run is, and about how long it takes yet.
+function progress(run) {
+  if (run.step === null || !run.total_steps) return "";
+  const text = `${run.step}/${run.total_steps}`;
+  if (run.state !== "running") return text;
+  const left = run.step > 0 && isNumber(run.wall_s) ? `, ${seconds(run.wall_s * (run.total_steps - run.step) / run.step)} left` : "";
+  return make("span", { class: "progress" }, make("progress", { max: run.total_steps, value: run.step, "aria-label": text }), ` ${text}${left}`);
+}
 
 export const COLUMNS = [
   ["name", "run", (run) => run.name],
   ["state", "state", (run) => run.state],
   ["strategy", "strategy", (run) => run.strategy],
   ["task", "task", (run) => run.task],
-  ["step", "step", (run) => (run.step === null ? "" : `${run.step}/${run.total_steps}`), true],
-  ["loss", "loss", (run) => figure(run.loss), true],
+  ["step", "progress", progress, true],
+  ["loss", "loss", (run) => make("span", {}, sparkline(run), figure(run.loss, 3)), true],
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
   ["wall_s", "time", (run) => seconds(run.wall_s), true],
   ["started_s", "age", ageOf, true],
@@ -32,12 +75,12 @@ function columns() {
 
 export function cell(run, [key, , text, number]) {
   if (key === "name") {
-    const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`;
-    return make("td", { class: "name", title: run.reason ?? run.note }, make("a", { href: way }, run.name),
-      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)));
+    const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`, title = titled(run);
+    return make("td", { class: `name${run.name.includes("/") ? " child" : ""}`, title: run.reason ?? run.note }, make("a", { href: way }, title),
+      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), title === run.name ? "" : make("small", { class: "soft" }, run.name));
   }
   if (key === "state") return make("td", {}, stateOf(run.state));
-  return make("td", { class: number ? "number" : "" }, text(run));
+  return make("td", { class: number ? "number" : "text" }, text(run));
 }
 
 export function runsPage(main) {
@@ -58,10 +101,11 @@ export function runsPage(main) {
   } });
   inside.checked = look.inside;
   const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
-  main.append(
-    make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
-      make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare), chooser(),
-    count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
+  const start = make("p", { id: "start", hidden: true }, make("a", { class: "button", href: DEMO }, "Compare three strategies on digits"), " or run ", make("code", {}, "exogym demo"), " in a terminal.");
+  const bar = make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
+  make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare, chooser());
+  const box = make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body));
+  main.append(bar, count, start, box, more);
 
   const keep = () => toAddress("text", "state", "sort", "down", "inside", "columns");
 
@@ -92,9 +136,9 @@ export function runsPage(main) {
 
   function show() {
     const words = look.text.toLowerCase().split(/\s+/).filter(Boolean);
-    const said = (run) => `${run.name} ${run.strategy} ${run.task} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
+    const said = (run) => `${titled(run)} ${run.name} ${run.strategy} ${run.task} ${run.tags.join(" ")} ${run.note}`.toLowerCase();
     const found = store.list.filter((run) => (!look.state || run.state === look.state)
-      && (look.inside || words.length || !run.name.includes("/")) && words.every((word) => said(run).includes(word)));
+      && (look.inside || words.length || !run.name.includes("/") || open.has(run.name.split("/")[0])) && words.every((word) => said(run).includes(word)));
     const way = look.down ? -1 : 1;
     if (look.sort !== "started_s" || !look.down) {  // the list is sorted: newest first, each parent before its runs
       found.sort((a, b) => {
@@ -104,8 +148,10 @@ export function runsPage(main) {
       });
     }
     count.textContent = !store.known ? "Loading the list of runs." : !store.list.length
-      ? "No runs yet. Runs of exogym compare and fit(run_dir=...) appear here."
+      ? "No runs yet. Runs of exogym compare and fit(run_dir=...) appear here as soon as they begin."
       : `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
+    start.hidden = !store.known || store.list.length > 0;
+    bar.hidden = box.hidden = store.known && !store.list.length;
     if (!store.known) {
       const bones = () => make("tr", { "aria-hidden": "true" }, make("td"), ...columns().map(() => make("td", {}, make("span", { class: "bone" }))));
       body.replaceChildren(...Array.from({ length: BONES }, bones));
@@ -118,7 +164,9 @@ export function runsPage(main) {
         compare.disabled = !store.chosen.size;
       } });
       box.checked = store.chosen.has(run.name);
-      return make("tr", {}, make("td", {}, box), ...columns().map((column) => cell(run, column)));
+      const isOpen = open.has(run.name), unfold = run.kind === "run" || look.inside ? "" : make("button", { type: "button", class: "quiet fold",
+        "aria-expanded": String(isOpen), "aria-label": `runs of ${run.name}`, onclick() { if (!open.delete(run.name)) open.add(run.name); show(); } }, isOpen ? "\u25BE" : "\u25B8");
+      return make("tr", {}, make("td", { class: "pick" }, box, unfold), ...columns().map((column) => cell(run, column)));
     }));
     if (!performance.getEntriesByName("listed").length) performance.mark("listed");  // the time to the first list
     more.hidden = found.length <= most;
