@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exogym.core.base.processes import lines_from_parent
@@ -33,50 +33,33 @@ from exogym.study.tasks import Task, load_task
 QUICK = ("digits", "mnist", "shakespeare", "cifar10")  # tasks that load in less than a second
 MOST_NODES = 10_000  # among more nodes it takes long to divide the data
 MOST_CELLS, MOST_SEEDS = 16, 2  # checked
-FIRST = ("num_nodes", "network")  # other options are checked beside these
 PARAMETERS = 1e6  # any number
 TEXTS = ("network", "step_seconds", "partitioner", "device")  # options that stay text, even "8"
 NOT_OF_RUNS = ("dataset", "data", "strategies", "strategy", "axes", "search", "engine")
-Trouble = dict[str, str]  # an error, and the option or strategy that it is about
 
 
 def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the errors in a command's options, and the runs that the command would start.
+    """Return the first error in a command's options, or the runs that the command would start.
 
     Args:
         command: compare or sweep.
-        given: the options that a form sends, as numbers, text, or lists of text.
+        given: the options that the page sends, as numbers, text, or lists of text.
 
     Returns:
-        errors: dicts, each with the message as `error`. An error about an option also has the option's name as
-            `option`; an error about a strategy has the strategy's text as `strategy`.
-        plan: a description of the runs, or "" if there are errors or the task's data are not loaded.
+        error: the message, or "" if the runs can start.
+        plan: a description of the runs, or "" if there is an error or the task's data are not loaded.
 
-    >>> check("compare", {"strategies": "ddp,diloco:H=0"})["errors"]
-    [{'error': "strategy 'diloco:H=0': H=0 must be a whole number of at least 1", 'strategy': 'diloco:H=0'}]
+    >>> check("compare", {"strategies": "ddp,diloco:H=0"})["error"]
+    "strategy 'diloco:H=0': H=0 must be a whole number of at least 1"
     >>> check("compare", {"strategies": "ddp", "max_steps": "20"})["plan"].partition(". ")[0]
     '3 runs: 1 strategy, 3 seeds'
     """
-    errors: list[Trouble] = []
-    options = {name: _value(name, value) for name, value in given.items()}
-    task, texts, axes = _task_of(options, errors), _texts_of(command, options, errors), _axes_of(options, errors)
-    of_runs = {name: value for name, value in options.items() if name not in NOT_OF_RUNS}
-    if task is None:
-        _check_without_data(texts, of_runs, errors)
-        return {"errors": errors, "plan": ""}
-    swept = _first_of(task, axes, options)
-    good = _check_options(task, of_runs, swept, errors)
-    for text in texts:
-        with _noted(errors, strategy=text):
-            _check_nodes(_session(task, [text], {**good, **swept}))
-    plan, session = "", None
-    with _noted(errors, option="axes" if command == "sweep" else ""):
-        if not errors:
-            whole = command == "sweep"
-            session = _cells(task, str(texts[0]), axes, good, options) if whole else _session(task, texts, good)
-    if session is not None and not errors:
-        plan = _plan(session, axes, options)
-    return {"errors": errors, "plan": plan}
+    try:
+        return {"error": "", "plan": _plan(command, {name: _value(name, value) for name, value in given.items()})}
+    except ExoGymError as error:
+        return {"error": str(error), "plan": ""}
+    except (TypeError, ValueError, OverflowError) as error:
+        return {"error": f"a value is of the wrong kind ({error})", "plan": ""}
 
 
 def answer_parent() -> None:
@@ -89,20 +72,8 @@ def answer_parent() -> None:
             try:
                 found = check(*json.loads(lines.get()))
             except Exception as error:
-                found = {"errors": [{"error": f"the check failed: {type(error).__name__}: {error}"}], "plan": ""}
+                found = {"error": f"the check failed: {type(error).__name__}: {error}", "plan": ""}
             print(json.dumps(in_json(found)), file=answers, flush=True)
-
-
-@contextlib.contextmanager
-def _noted(errors: list[Trouble], **about: str) -> Iterator[None]:
-    """Add an error to `errors`, with the option or strategy that it is about."""
-    about = {kind: name for kind, name in about.items() if name}
-    try:
-        yield
-    except ExoGymError as error:
-        errors.append({"error": str(error), **about})
-    except (TypeError, ValueError, OverflowError) as error:
-        errors.append({"error": f"{about.get('option', 'a value')} is of the wrong kind ({error})", **about})
 
 
 def _value(name: str, given: Any) -> Any:
@@ -122,66 +93,49 @@ def _loaded(name: str) -> Task:
     return load_task(name)
 
 
-def _task_of(options: Mapping[str, Any], errors: list[Trouble]) -> Task | None:
-    """Return the task, if it loads quickly."""
-    name, nodes = str(options.get("dataset", "digits")), options.get("num_nodes")
-    if isinstance(nodes, int) and nodes > MOST_NODES:
-        return None
-    if ":" in name or name in ("whisper", "language") or options.get("data") is not None:
-        return None
-    with _noted(errors, option="dataset"):
-        return _loaded(name)
-    return None
+def _plan(command: str, options: Mapping[str, Any]) -> str:
+    """Return the number of runs, and what they train; "" if the task's data do not load quickly.
 
-
-def _texts_of(command: str, options: Mapping[str, Any], errors: list[Trouble]) -> Sequence[str]:
+    Raises:
+        ExoGymError: the command would not begin with these options.
+    """
+    axes = _axes_of(options)
     if command == "sweep":
-        return [str(options.get("strategy", "diloco"))]
-    with _noted(errors, option="strategies"):
-        return list(split_strategies(str(options.get("strategies", ",".join(DEFAULT_STRATEGIES)))))
-    return []
+        texts = [str(options.get("strategy", "diloco"))]
+    else:
+        texts = list(split_strategies(str(options.get("strategies", ",".join(DEFAULT_STRATEGIES)))))
+    name, nodes = str(options.get("dataset", "digits")), options.get("num_nodes")
+    is_large = isinstance(nodes, int) and nodes > MOST_NODES
+    if is_large or ":" in name or name in ("whisper", "language") or options.get("data") is not None:
+        _check_without_data(texts, options)
+        return ""
+    task, of_runs = _loaded(name), {key: value for key, value in options.items() if key not in NOT_OF_RUNS}
+    if command != "sweep":
+        session = _session(task, texts, of_runs)
+    elif not axes or "search" in options:
+        return ""
+    else:
+        session = _cells(task, texts[0], axes, of_runs)
+    _check_nodes(session)
+    seeds, count = options.get("seeds", 3), len(grid(axes)) if axes else len(session.entries)
+    of = ("cell", "cells") if axes else ("strategy", "strategies")
+    said = f"{_many(count * seeds, 'run', 'runs')}: {_many(count, *of)}, {_many(seeds, 'seed', 'seeds')}"
+    return f"{said}. {heading_of(session).partition(', seeds ')[0]}"
 
 
-def _axes_of(options: Mapping[str, Any], errors: list[Trouble]) -> Axes:
-    with _noted(errors, option="axes"):
-        axes = axes_of([str(text) for text in options.get("axes", ())])
-        check_few(math.prod(len(values) for values in axes.values() if isinstance(values, list)))
-        return axes
-    return {}
+def _axes_of(options: Mapping[str, Any]) -> Axes:
+    axes = axes_of([str(text) for text in options.get("axes", ())])
+    check_few(math.prod(len(values) for values in axes.values() if isinstance(values, list)))
+    return axes
 
 
-def _check_without_data(texts: Sequence[str], options: Mapping[str, Any], errors: list[Trouble]) -> None:
+def _check_without_data(texts: Sequence[str], options: Mapping[str, Any]) -> None:
     for text in texts:
         name, colon, rest = text.partition(":")
-        with _noted(errors, strategy=text):
-            parse_strategy(f"{'ddp' if name == SINGLE else name}{colon}{rest}")
+        parse_strategy(f"{'ddp' if name == SINGLE else name}{colon}{rest}")
     for option, read in (("network", Network.of), ("partitioner", parse_partitioner)):
-        with _noted(errors, option=option):
-            read(options[option]) if option in options else None
-
-
-def _first_of(task: Task, axes: Axes, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's options in a sweep's first cell; {} if they are wrong, as the check of the cells will say."""
-    if not axes or "search" in options:
-        return {}
-    with contextlib.suppress(ExoGymError):
-        _, own = arguments_of(grid(axes)[0], "ddp")
-        _session(task, "ddp", own)
-        return own
-    return {}
-
-
-def _check_options(
-    task: Task, options: Mapping[str, Any], swept: Mapping[str, Any], errors: list[Trouble]
-) -> dict[str, Any]:
-    """Return the options that are not wrong by themselves, beside those that are swept."""
-    good: dict[str, Any] = {}
-    for name in sorted(options, key=lambda name: name not in FIRST):
-        with _noted(errors, option=name):
-            beside = {first: good[first] for first in FIRST if first in good}
-            _session(task, "ddp", {**beside, **swept, name: options[name]})
-            good[name] = options[name]
-    return good
+        if option in options:
+            read(options[option])
 
 
 def _session(task: Task, strategies: Any, options: Mapping[str, Any]) -> Session:
@@ -198,29 +152,16 @@ def _check_nodes(session: Session) -> None:
             entry.strategy.plan(PARAMETERS, session.setting.nodes, 4.0)
 
 
-def _cells(
-    task: Task, strategy: str, axes: Axes, good: Mapping[str, Any], options: Mapping[str, Any]
-) -> Session | None:
+def _cells(task: Task, strategy: str, axes: Axes, options: Mapping[str, Any]) -> Session:
     """Check a sweep's first cells; return the first cell's session."""
-    if not axes or "search" in options:
-        return None
-    first = None
+    sessions = []
     for cell in itertools.islice(grid(axes), MOST_CELLS):
         text, own = arguments_of(cell, strategy)
         try:
-            session = _session(task, {label_of(cell): text}, {**good, **own})
+            sessions.append(_session(task, {label_of(cell): text}, {**options, **own}))
         except ArgumentError as error:
             raise ArgumentError(f"cell {label_of(cell)}: {error}") from error
-        first = first or session
-    return first
-
-
-def _plan(session: Session, axes: Axes, options: Mapping[str, Any]) -> str:
-    """Return the number of runs, and what they train."""
-    seeds, count = options.get("seeds", 3), len(grid(axes)) if axes else len(session.entries)
-    of = ("cell", "cells") if axes else ("strategy", "strategies")
-    said = f"{_many(count * seeds, 'run', 'runs')}: {_many(count, *of)}, {_many(seeds, 'seed', 'seeds')}"
-    return f"{said}. {heading_of(session).partition(', seeds ')[0]}"
+    return sessions[0]
 
 
 def _many(count: int, one: str, several: str) -> str:

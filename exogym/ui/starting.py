@@ -88,7 +88,7 @@ class Starter:
         self._apart.close()
 
     def check(self, command: Any, options: Any) -> dict[str, Any]:
-        """Return the errors in a command's options, and its plan (`exogym.ui.checking.check`). Start nothing.
+        """Return the first error in a command's options, or its plan (`exogym.ui.checking.check`). Start nothing.
 
         Raises:
             ArgumentError: the command is unknown, or the options are not a JSON object of texts and numbers.
@@ -96,16 +96,12 @@ class Starter:
         """
         with self._apart.turn():
             self._check_kinds(command, options)
-            errors = []
-            for name, value in options.items():
-                try:
-                    self.arguments(command, {name: value})
-                except WrongKind:
-                    raise
-                except (ArgumentError, CannotStart) as error:
-                    errors.append({"error": str(error), "option": name})
-            if errors:  # what may not start is not looked at
-                return {"errors": errors, "plan": ""}
+            try:
+                self.arguments(command, options)  # what may not start is not looked at
+            except WrongKind:
+                raise
+            except (ArgumentError, CannotStart) as error:
+                return {"error": str(error), "plan": ""}
             flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
             given = {n: flags.get(n, value) for n, value in options.items() if n not in flags or value is True}
             return self._apart.check(command, given)

@@ -1,4 +1,4 @@
-"""The form of a new run in a real browser: chips, fields, errors while typing, and a run again with changes."""
+"""The line of a new run in a real browser: completion, errors while typing, and a run again with changes."""
 
 import json
 import subprocess
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
+Keys = pytest.importorskip("selenium.webdriver.common.keys").Keys
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"),
@@ -63,158 +64,140 @@ def browser(folder: Path) -> Iterator[Any]:
         yield driver
 
 
-TEXT = "document.getElementById('option-strategies')?.value"
+LINE = "document.getElementById('line').value"
 PLAN = "document.getElementById('plan')?.textContent"
-WRONG = (
-    "Object.fromEntries([...document.querySelectorAll('form .wrong')].filter((e) => e.textContent && e.id !== 'plan')"
-    ".map((e) => [e.dataset.of ?? e.closest('.card').dataset.text, e.textContent]))"
-)
-SHUT = "document.getElementById('start').disabled"
+WRONG = "document.getElementById('wrong')?.textContent"
+OFFERED = "[...document.querySelectorAll('#suggestions:not([hidden]) code')].map((each) => each.textContent)"
 
 
 def form(browser: Any, way: str = "#/new") -> None:
-    """Open a form anew, and wait until the server has checked it."""
+    """Open the page anew, and wait until the server has checked its line."""
     to(browser, "#/none")
     to(browser, way)
-    until(browser, PLAN)
+    until(browser, f"{PLAN} || {WRONG}")
 
 
-def write(browser: Any, name: str, text: str) -> None:
-    field = browser.find_element("id", name)
-    field.clear()
-    field.send_keys(text)
+def write(browser: Any, text: str) -> None:
+    line = browser.find_element("id", "line")
+    line.clear()
+    line.send_keys(text)
 
 
-def shown(browser: Any) -> dict[str, Any]:
-    """Return the options that the fields hold."""
-    return browser.execute_script(
-        "return Object.fromEntries([...document.querySelectorAll('form [name]')].map((f) => [f.name,"
-        " f.type === 'checkbox' ? f.checked : f.value]).filter(([, value]) => value))"
-    )
-
-
-def test_a_click_adds_a_strategy_and_its_options_are_fields(browser: Any) -> None:
+def test_the_line_is_completed_by_keys_and_pointer(browser: Any) -> None:
     form(browser)
-    assert "18 runs: 6 strategies" in until(browser, PLAN)  # nothing is chosen: the default
-    for name in ("diloco", "ddp", "diloco"):
-        browser.find_element("css selector", f"[data-strategy={name}]").click()
-    until(browser, TEXT, lambda text: text == "diloco,ddp,diloco")
-    assert "names 'diloco' twice" in until(browser, WRONG, lambda found: "strategies" in found)["strategies"]
-    write(browser, "strategy-2-H", "20")
-    select = browser.find_element("id", "strategy-2-weighting")
-    assert select.tag_name == "select"
-    assert [option.text for option in select.find_elements("tag name", "option")] == [
-        "default: uniform", "uniform", "examples",
-    ]  # fmt: skip
-    select.find_element("css selector", "[value=examples]").click()
-    until(browser, TEXT, lambda text: text == "diloco,ddp,diloco:H=20:weighting=examples")
-    assert "9 runs: 3 strategies, 3 seeds" in until(browser, PLAN, lambda text: text.startswith("Start trains"))
-    browser.find_element("css selector", "[aria-label='Remove ddp']").click()
-    until(browser, TEXT, lambda text: text == "diloco,diloco:H=20:weighting=examples")
-    write(browser, "option-strategies", "single,gossip:H=2")  # the other way: text becomes cards
-    names = "[...document.querySelectorAll('.card > details > summary')].map((e) => e.textContent)"
-    assert until(browser, names) == ["single", "gossip:H=2"]
-    assert browser.execute_script("return document.getElementById('strategy-1-H').value") == "2"
+    assert "9 runs: 3 strategies" in until(browser, PLAN)  # an example stands there
+    write(browser, "comp")
+    assert until(browser, OFFERED) == ["compare"]
+    line = browser.find_element("id", "line")
+    line.send_keys(Keys.TAB, " --strat")
+    assert until(browser, OFFERED, lambda found: found == ["--strategies"])
+    line.send_keys(Keys.TAB, "diloc")
+    assert "diloco" in until(browser, OFFERED, lambda found: "diloco" in found)
+    line.send_keys(Keys.TAB, ":weight")
+    until(browser, OFFERED, lambda found: found == ["weighting="])
+    line.send_keys(Keys.TAB)
+    until(browser, OFFERED, lambda found: found == ["uniform", "examples"])
+    line.send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
+    assert line.get_attribute("aria-activedescendant") == "suggestion-1"
+    line.send_keys(Keys.ENTER)
+    until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples")
+    browser.find_element("css selector", "[data-strategy=ddp]").click()
+    until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples,ddp")
+    assert "6 runs: 2 strategies, 3 seeds" in until(browser, PLAN, lambda text: "2 strategies" in text)
+    line.send_keys(" --network wif")
+    until(browser, OFFERED, lambda found: found == ["wifi"])
+    browser.find_element("css selector", "#suggestion-0").click()
+    assert until(browser, LINE, lambda text: text.endswith("--network wifi"))
+    line.send_keys(Keys.ESCAPE)
+    assert browser.execute_script("return document.getElementById('suggestions').hidden")
 
 
-def test_errors_while_typing_are_those_of_python(browser: Any) -> None:
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("compare --strategies diloco:H=0", "strategy 'diloco:H=0': H=0 must be a whole number of at least 1"),
+        ("compare --nodes two", "num_nodes='two' must be a whole number of at least 1"),
+        ("compare --node 2", "'--node' is no option of compare"),
+        ("train --nodes 2", "'train' is no command: begin with compare or sweep"),
+        ("compare --nodes", "--nodes needs a value"),
+        ("sweep --sweep nodes=2,4 --sweep precisio=fp32", "diloco has no option 'precisio'"),
+    ],
+)
+def test_errors_while_typing_are_those_of_python(browser: Any, line: str, error: str) -> None:
     form(browser)
-    browser.find_element("css selector", "[data-strategy=diloco]").click()
-    write(browser, "strategy-0-H", "0")
-    write(browser, "option-num_nodes", "two")
-    found = until(browser, WRONG, lambda found: len(found) == 2)
-    assert found == {
-        "diloco:H=0": "strategy 'diloco:H=0': H=0 must be a whole number of at least 1",
-        "num_nodes": "num_nodes='two' must be a whole number of at least 1",
-    }
-    assert browser.find_element("id", "strategy-0-H").get_attribute("aria-invalid") == "true"
-    assert browser.find_element("id", "option-num_nodes").get_attribute("aria-invalid") == "true"
-    assert until(browser, SHUT) and "2 options need another value" in until(browser, PLAN)
-    write(browser, "option-num_nodes", "2")
-    write(browser, "strategy-0-H", "5")
-    until(browser, WRONG, lambda found: found == {})
-    assert not browser.execute_script(f"return {SHUT}")
-    assert "diloco" not in until(browser, PLAN) and "2 nodes" in until(browser, PLAN)
-    browser.find_element("css selector", "#command [value=sweep]").click()
-    until(browser, "document.getElementById('option-axes') !== null")
-    write(browser, "option-axes", "nodes=2,4\nprecisio=fp32")
-    found = until(browser, WRONG, lambda found: "axes" in found)
-    assert "diloco has no option 'precisio'" in found["axes"]
+    write(browser, line)
+    assert until(browser, WRONG, lambda text: error in text)
+    assert browser.execute_script("return document.getElementById('start').disabled")
+    assert browser.find_element("id", "line").get_attribute("aria-invalid") == "true"
+    write(browser, "compare --strategies ddp --nodes 2")
+    until(browser, WRONG, lambda text: text == "")
+    assert "2 nodes" in until(browser, PLAN, lambda text: "2 nodes" in text)
 
 
-def test_text_of_a_form_is_never_run(browser: Any, folder: Path) -> None:
+def test_text_of_a_line_is_never_run(browser: Any, folder: Path) -> None:
     form(browser)
     ran = folder.parent / "ran"
-    write(browser, "option-strategies", f"ddp:lr=__import__('os').system('touch {ran}')")
-    assert "names code or a file" in until(browser, WRONG, lambda found: "strategies" in found)["strategies"]
-    write(browser, "option-strategies", "ddp:lr=__import__('os'),<img src=x onerror=alert(1)>")
-    found = until(browser, WRONG, lambda found: len(found) == 2)
-    assert any("must be a number" in text for text in found.values()), found
-    assert any("unknown strategy '<img" in text for text in found.values())
+    write(browser, f"compare --strategies \"ddp:lr=__import__('os').system('touch {ran}')\"")
+    assert until(browser, WRONG, lambda text: "names code or a file" in text)
+    write(browser, "compare --strategies '<img src=x onerror=alert(1)>'")
+    assert until(browser, WRONG, lambda text: "unknown strategy '<img" in text)
     assert not ran.exists() and browser.title == "ExoGym runs"
     assert browser.execute_script("return document.images.length") == 0
 
 
-def test_the_address_keeps_the_form(browser: Any) -> None:
+def test_the_address_keeps_the_line(browser: Any) -> None:
     form(browser)
-    browser.find_element("css selector", "[data-strategy=fedavg]").click()
-    write(browser, "strategy-0-H", "3")
-    write(browser, "option-max_steps", "40")
-    browser.find_element("css selector", "#more > summary").click()
-    browser.find_element("css selector", "#option-precision [value=bf16]").click()
-    browser.find_element("id", "option-shuffle").click()
-    way = until(browser, "location.hash", lambda text: "shuffle" in text)
-    before = shown(browser)
-    assert before == {"strategies": "fedavg:H=3", "max_steps": "40", "precision": "bf16", "shuffle": True}
+    text = "compare --strategies fedavg:H=3 --steps 40 --precision bf16 --no-shuffle --network '10Mbps,20ms'"
+    write(browser, text)
+    way = until(browser, "location.hash", lambda found: "20ms" in found)
     form(browser, way)
-    assert shown(browser) == before and browser.execute_script("return location.hash") == way
-    assert browser.execute_script("return document.getElementById('more').open")
+    assert browser.execute_script(f"return {LINE}") == text and "40 steps" in until(browser, PLAN)
 
 
-def test_an_estimate_is_of_the_options_that_are_shown(browser: Any, folder: Path) -> None:
-    form(browser, "#/new?command=compare&strategies=ddp,diloco:H=5&num_nodes=2&max_steps=30&seeds=2&device=cpu")
+def test_an_estimate_is_of_the_line_that_is_shown(browser: Any, folder: Path) -> None:
+    form(browser)
+    write(browser, "compare --strategies ddp,diloco:H=5 --nodes 2 --steps 30 --seeds 2 --device cpu")
+    until(browser, PLAN, lambda text: "4 runs" in text)
     before, said = set(folder.iterdir()), "document.getElementById('estimated').textContent"
-    browser.find_element("id", "estimate").click()
+    browser.execute_script("document.getElementById('estimate').click()")
     text = until(browser, said, lambda text: text.startswith("Time: about"))
     assert "for 4 runs" in text and "diloco:H=5" in text and "Memory: about" in text
-    write(browser, "option-max_steps", "40")
-    until(browser, said, lambda text: text == "")  # it was of other options
-    write(browser, "option-device", "abacus")
-    until(browser, WRONG, lambda found: "device" in found)
-    assert until(browser, SHUT) and browser.execute_script("return document.getElementById('estimate').disabled")
+    browser.find_element("id", "line").send_keys(" --device abacus")
+    until(browser, said, lambda text: text == "")  # it was of another line
+    until(browser, WRONG, lambda text: "abacus" in text)
+    assert browser.execute_script("return document.getElementById('estimate').disabled")
     assert {path for path in folder.iterdir() if path.name != ".started"} == before - {folder / ".started"}
 
 
 def test_again_with_changes(browser: Any, folder: Path) -> None:
-    def again(name: str, kind: str = "run") -> dict[str, Any]:
+    def again(name: str, kind: str = "run") -> str:
         to(browser, f"#/{kind}/{name}")
         until(browser, "document.getElementById('again')?.hidden === false")
         browser.execute_script("document.getElementById('again').click()")  # tiles above it may still come
-        until(browser, PLAN)
-        until(browser, "location.hash.includes('command=')")  # the address keeps the options, not the name
-        return shown(browser)
+        until(browser, f"{PLAN} || {WRONG}")
+        return str(browser.execute_script(f"return {LINE}"))
 
     note = "document.getElementById('note').textContent"
-    assert again("compared", "compare") == {
-        "strategies": "ddp,diloco:H=5", "num_nodes": "2", "max_steps": "20", "seeds": "1",
-        "shuffle": True,
-    }  # fmt: skip
-    assert again("compared/diloco-H-5-seed-0")["strategies"] == "diloco:H=5"
+    compared = again("compared", "compare")
+    for words in ("compare ", "--strategies ddp,diloco:H=5", "--nodes 2", "--steps 20", "--seeds 1", "--no-shuffle"):
+        assert words in compared
+    assert "--strategies diloco:H=5" in again("compared/diloco-H-5-seed-0")
     swept = again("swept", "compare")
-    assert swept["axes"] == "H=2,5\nnetwork=wifi;1Gbps,1ms" and swept["step_seconds"] == "10ms"
+    assert "--sweep H=2,5 --sweep network=wifi;1Gbps,1ms" in swept and "--step-seconds 10ms" in swept
     name = next(
         path.name for path in (folder / "swept").iterdir() if path.name.startswith("H-5") and "1Gbps" in path.name
     )
-    assert again(f"swept/{name}")["strategies"] == "diloco:H=5" and shown(browser)["network"] == "1Gbps,1ms"
-    assert again("script") == {
-        "strategies": "diloco:H=4:weighting=examples:lr=0.02", "num_nodes": "3", "max_steps": "8", "batch_size": "8",
-        "network": "10Mbps,20ms", "step_seconds": "0.01", "seeds": "1", "shuffle": True,
-    }  # fmt: skip
+    one = again(f"swept/{name}")
+    assert "--strategies diloco:H=5" in one and "--network 1Gbps,1ms" in one
+    script = again("script")
+    for words in ("--strategies diloco:H=4:weighting=examples:lr=0.02", "--nodes 3", "--steps 8", "--batch-size 8",
+                  "--network 10Mbps,20ms", "--step-seconds 0.01", "--seeds 1", "--no-shuffle"):  # fmt: skip
+        assert words in script
     said = until(browser, note)
     assert "options of script" in said and "Choose a task" in said and said.endswith("these options: faults.")
-    write(browser, "option-max_steps", "12")
+    write(browser, script.replace("--steps 8", "--steps 12"))
     until(browser, PLAN, lambda text: "12 steps" in text)
-    browser.find_element("id", "start").click()
+    browser.execute_script("document.getElementById('start').click()")
     assert "started as process" in until(browser, "document.getElementById('answer').textContent")
 
     def trained(_: Any) -> bool:
@@ -230,8 +213,8 @@ def test_on_a_phone_the_form_fits(browser: Any) -> None:
     form(browser)
     size = {"width": 360, "height": 700, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    for name in ("diloco", "sparta_diloco"):
-        browser.find_element("css selector", f"[data-strategy={name}]").click()
+    write(browser, "compare --")
+    until(browser, OFFERED)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 360
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 

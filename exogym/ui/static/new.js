@@ -14,19 +14,19 @@ export function words(line) {
 const quoted = (word) => (/^[\w,.:;=/+*-]+$/.test(word) ? word : `'${word.replaceAll("'", '"')}'`);
 const flagsOf = (option) => option.flag.split(/[\s,/]+/).filter((flag) => flag.startsWith("-"));
 
-// A line as a command and its options, with what is wrong in it.
+// A line as a command and its options, with the first error in it.
 export function parsed(line, forms) {
-  const [command, ...rest] = words(line.trim().replace(/^exogym\s+/, "")), options = {}, wrong = [];
-  if (!Object.hasOwn(forms, command)) return { command, options, wrong: [`${command || "An empty line"} is no command: begin with ${Object.keys(forms).join(" or ")}`] };
+  const [command, ...rest] = words(line.trim().replace(/^exogym\s+/, "")), options = {};
+  if (!Object.hasOwn(forms, command)) return { command, options, error: `${command ? `'${command}'` : "an empty line"} is no command: begin with ${Object.keys(forms).join(" or ")}` };
   for (let k = 0; k < rest.length; k += 1) {
     const [, flag, own] = /^(--?[\w-]+)(?:=(.*))?$/s.exec(rest[k]) ?? [], option = forms[command].find((one) => flag && flagsOf(one).includes(flag));
-    if (!option) { wrong.push(`${rest[k]} is no option of ${command}`); continue; }
+    if (!option) return { command, options, error: `'${rest[k]}' is no option of ${command}: type -- to see all of them` };
     if (option.is_flag) { options[option.name] = true; continue; }
     const value = own ?? rest[k += 1];
-    if (value === undefined) wrong.push(`${flag} needs a value`);
-    else options[option.name] = option.multiple ? [...(options[option.name] ?? []), value] : value;
+    if (value === undefined) return { command, options, error: `${flag} needs a value` };
+    options[option.name] = option.multiple ? [...(options[option.name] ?? []), value] : value;
   }
-  return { command, options, wrong };
+  return { command, options, error: "" };
 }
 
 function written({ command, options }, forms) {
@@ -57,9 +57,9 @@ export function suggestions(line, forms, { strategies, options }) {
 
 export function newPage(main) {
   const at = make("p", { class: "soft", role: "status", id: "answer" }), note = make("p", { class: "soft", id: "note" });
-  const plan = make("p", { id: "plan", role: "status" }), errors = make("ul", { id: "errors", class: "wrong", role: "status" }), started = make("section");
+  const plan = make("p", { id: "plan", role: "status" }), wrong = make("p", { id: "wrong", class: "wrong", role: "status" }), started = make("section");
   const line = make("textarea", { id: "line", rows: "2", spellcheck: false, autocomplete: "off", role: "combobox", "aria-expanded": "false",
-    "aria-controls": "suggestions", "aria-label": "command", oninput() { changed(); }, onkeydown: key, onclick: suggest, onblur() { setTimeout(close, 150); } });
+    "aria-controls": "suggestions", "aria-label": "command", oninput() { changed(); }, onkeydown: key, onclick: suggest, onblur: close });
   const list = make("ul", { id: "suggestions", role: "listbox", hidden: true }), help = make("p", { class: "soft", id: "help" });
   const button = make("button", { type: "submit", id: "start" }, "Start");
   const given = () => parsed(line.value, forms);
@@ -80,7 +80,7 @@ export function newPage(main) {
       const found = await send("/api/start", { command, options });
       at.textContent = `started as process ${found.pid}; it appears under Runs when it trains`;
     } catch (error) { at.textContent = error.message; }
-  } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, errors, plan, make("div", { class: "bar" }, button, guess), guessed);
+  } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
   let forms = {}, catalog = { strategies: {}, options: [] }, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1;
 
@@ -134,22 +134,21 @@ export function newPage(main) {
   }
 
   async function check() {
-    const mine = asked += 1, { command, options, wrong } = given();
-    let found = { errors: wrong.map((error) => ({ error })), plan: "" };
-    if (!wrong.length) {
+    const mine = asked += 1, { command, options, error } = given();
+    let found = { error, plan: "" };
+    if (!error) {
       try { found = await send("/api/check", { command, options }); }
-      catch (error) {
-        if (error.status === 409 && mine === asked && !gone) checking = setTimeout(check, PAUSE_MS);  // of another page
-        if (error.status === 409) return;
-        found.errors.push({ error: error.message });
+      catch (failed) {
+        if (failed.status === 409 && mine === asked && !gone) checking = setTimeout(check, PAUSE_MS);  // of another page
+        if (failed.status === 409) return;
+        found = { error: failed.message, plan: "" };
       }
     }
     if (mine !== asked || gone) return;  // a later check is under way
-    const flag = (name) => forms[command]?.find((option) => option.name === name)?.flag;
-    errors.replaceChildren(...found.errors.map(({ option, error }) => make("li", {}, flag(option) && !error.includes(flag(option)) ? `${flag(option)}: ${error}` : error)));
-    line.setAttribute("aria-invalid", String(found.errors.length > 0));
-    plan.textContent = !found.errors.length && found.plan ? `Start trains ${found.plan}.` : "";
-    button.disabled = found.errors.length > 0; guess.disabled = trying || button.disabled;
+    wrong.textContent = found.error;
+    line.setAttribute("aria-invalid", String(Boolean(found.error)));
+    plan.textContent = found.plan && `Start trains ${found.plan}.`;
+    button.disabled = Boolean(found.error); guess.disabled = trying || button.disabled;
   }
 
   // The line that the address holds; "again" names a run whose options to take.
