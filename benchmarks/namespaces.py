@@ -279,9 +279,11 @@ class Hosts:
         ]
         self._order("meet", worlds)
 
-    def limit(self, rate: str | None) -> None:
-        """Let every cable carry `rate`, such as "100mbit", each way; None: no limit."""
+    def limit(self, rate: str | None, hosts: Sequence[int] | None = None) -> None:
+        """Let the cables of all `hosts`, or of some, carry `rate`, such as "100mbit", each way; None: no limit."""
         for rank, process in enumerate(self._firsts):
+            if hosts is not None and rank not in hosts:
+                continue
             for inside, device in ((self._inside(process), "eth0"), ([], f"port{rank}")):
                 words = [*inside, "tc", "qdisc"]
                 if rate is None:  # none is there at first
