@@ -34,7 +34,7 @@ from exogym.errors import ExoGymError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
 from exogym.strategy.muon import MuonAdamW
 
-PAGE = ROOT / "docs" / "optimizers.md"
+PAGE = ROOT / "docs" / "training.md"
 NODES, STEPS, BATCH, H = 3, 6, 4, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TORCHS = {
