@@ -347,7 +347,7 @@ def _pool_of(cells: Sequence[Cell], processes: int | str, engine: str | None) ->
         room = importlib.import_module(named_engine(engine).__module__.rpartition(".")[0] + ".cells")
         return room.ClusterPool(cells), None if processes == "auto" else int(processes)
     at_once = min(processes_that_pay(processes, len(cells), cells[0].place), len(cells))
-    return (Forks(Cell.settle) if at_once > 1 else None), at_once
+    return (Forks(lambda cell: cell.settle()) if at_once > 1 else None), at_once
 
 
 def _train_in(
