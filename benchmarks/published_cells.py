@@ -125,6 +125,13 @@ def read(path: Path) -> list[Cell]:
 
 def predicted(source: str, cell: str, published: float) -> float | None:
     """Return the prediction for a cell, or None if this module does not have its inputs."""
+    try:
+        return _predicted(source, cell, published)
+    except (LookupError, TypeError, ValueError, AttributeError):  # a cell of another form
+        return None
+
+
+def _predicted(source: str, cell: str, published: float) -> float | None:
     if source.startswith("tc_cluster_setting"):
         return _of_tc(source.removeprefix("tc_cluster_setting "), cell)
     if source.startswith("from one probe"):
