@@ -56,7 +56,6 @@ from exogym.core.communicator.wire import (
     Move,
     Parcel,
     Wire,
-    chunk_elements,
     reduce_rows,
     tree_sum,
 )
@@ -74,7 +73,6 @@ __all__ = [
     "Wire",
     "barrier",
     "blank",
-    "chunk_elements",
     "described",
     "gather",
     "hand_over",

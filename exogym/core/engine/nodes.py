@@ -1,4 +1,10 @@
-"""What the value of `fit(node=)` can do for an engine: a node of several devices."""
+"""What the value of `fit(node=)` can do for an engine: a node of several devices.
+
+>>> from exogym.engine import several_devices
+>>> kind: type[Nodes] = several_devices("fit")
+>>> kind.__name__
+'MeshNodes'
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, micro_batches
 from exogym.core.base.devices import Device, widest
-from exogym.core.communicator import Columns, chunk_elements
+from exogym.core.communicator import Columns
+from exogym.core.communicator.wire import chunk_elements
 from exogym.core.compute.outputs import accuracy
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet

@@ -9,6 +9,10 @@ are finite. If a check fails, an `ArgumentError` names the file and the field.
 Traceback (most recent call last):
 ...
 exogym.errors.ArgumentError: status.json: started_s='x': wanted a finite number
+>>> row_of(b'{"step": 3, "node": null}\\n'), row_of(b'{"step": 4, "no')
+({'step': 3, 'node': None}, None)
+>>> read_file("runs/none/status.json"), [*rows_in("runs/none/records.jsonl")]
+({}, [])
 """
 
 from __future__ import annotations
