@@ -162,6 +162,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper = "demo", "DeMo", "arXiv:2411.19870"
     ranges = ("lr=3e-4..3e-2", "compression_decay=0.9..0.999")
+    temporary_rows = 4.0
     payload = "ceil(P / compression_chunk^2) compression_topk (b + 2)"
     equation = "e_i <- beta e_i + gamma g_i less the top k of DCT(e_i); theta <- theta - gamma sign(IDCT(mean sent))"
     needs = "all nodes at every step; received bytes grow with N"

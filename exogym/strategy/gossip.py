@@ -95,6 +95,7 @@ class GossipStrategy(CommunicateOptimizeStrategy):
     >>> strategy = GossipStrategy("sgd", graph="torus", lr=0.1)
     """
 
+    temporary_rows = 1.8
     name, title, paper, payload = "gossip", "D-PSGD", "arXiv:1705.09056", "2 P b / H"
     ranges = ()
     equation = "theta_i <- sum_j W_ij theta_j every H steps, W Metropolis's on the graph"

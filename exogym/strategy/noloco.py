@@ -129,6 +129,7 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
     >>> strategy = NoLoCoStrategy(H=50, lr=6e-4, max_norm=1.0, lr_scheduler="cosine")
     """
 
+    temporary_rows = 4.0
     name, title, paper, payload = "noloco", "NoLoCo", "arXiv:2506.10911", "2 P b / H"
     ranges = ("alpha=0.0..0.9", "beta=0.2..1.0")
     equation = "delta_i <- alpha delta_i + beta mean_G D + gamma (mean_G phi - phi_i); phi_i <- phi_i + delta_i"

@@ -197,6 +197,7 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
     >>> strategy = PowerSGDStrategy(inner_optim="sgd", rank=2, lr=0.1)
     """
 
+    temporary_rows = 2.9
     name, title, paper, payload = "powersgd", "PowerSGD", "arXiv:1905.13727", "2 rank P b / (32 P / 3)^(1/3)"
     ranges = ()
     equation = "P <- orth(mean_i (G_i + E_i) Q); Q <- mean_i (G_i + E_i)^T P; G = P Q^T; E_i <- G_i + E_i - G"

@@ -48,6 +48,7 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper = "qsgd", "QSGD", "arXiv:1610.02132"
     ranges = ()
+    temporary_rows = 10.4
     payload = "ceil(P (1 + ceil(log2(levels + 1))) / 8) + 4 ceil(P / bucket)"
     equation = "g = mean_i Q(g_i), E Q(g_i) = g_i; theta <- Opt(theta, clip(g))"
     needs = "all nodes at every step; received bytes grow with N"

@@ -126,6 +126,7 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
     """
 
+    temporary_rows = 4.0
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     ranges = ("server_lr=0.3..1.5",)
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"

@@ -81,6 +81,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
     >>> strategy = SignSGDStrategy(inner_optim="sgd", lr=1e-3)
     """
 
+    temporary_rows = 4.2
     name, title, paper, payload = "signsgd", "signSGD", "arXiv:1802.04434", "P / 8"
     ranges = ()
     equation = "theta <- theta - gamma sign(sum_i sign(g_i))"

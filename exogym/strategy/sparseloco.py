@@ -158,6 +158,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper = "sparseloco", "SparseLoCo", "arXiv:2508.15706"
     ranges = ("outer_lr=0.3..1.5", "error_decay=0.8..1.0")
+    temporary_rows = 3.0
     payload = "P topk / chunk (bits + ceil(log2(chunk))) / 8 / H"
     equation = (
         "e_i <- beta e_i + theta - theta_i; V_i = Q(top_k(e_i)); e_i <- e_i - V_i; theta <- theta - eta mean_i V_i"

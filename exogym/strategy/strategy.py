@@ -164,6 +164,8 @@ class Strategy(OneNode):
             together. With "rounds" the strategy is a `CommunicateOptimizeStrategy`, whose nodes are independent between
             synchronizations, so hosts may be lost for good (`min_hosts`). With "clock" each node trains at its own pace
             on a virtual clock, and no node waits.
+        temporary_rows: the memory that a step needs for a while, in rows of parameters per node. It was measured
+            (`tests/device/test_memory.py`).
         needs_gradients: whether nodes take every step together, because they average gradients.
         own_rule: whether the strategy has its own update rule, independent of the inner optimizer that other strategies
             get.
@@ -192,6 +194,7 @@ class Strategy(OneNode):
     }
     driven_by = "programs"
     needs_gradients = True
+    temporary_rows: ClassVar[float] = 0.3
     tried: tuple[str, ...] | None = None
     own_rule = False
     only_inner: tuple[str, ...] = ()

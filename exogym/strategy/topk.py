@@ -41,6 +41,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
     >>> strategy = TopKStrategy(inner_optim="sgd", density=0.01, lr=0.1)
     """
 
+    temporary_rows = 2.0
     name, title, paper, payload = "topk", "Top-k", "arXiv:1809.07599", "density P (b + 4)"
     ranges = ()
     equation = "p_i = gamma g_i + e_i; e_i <- p_i - top_k(p_i); theta <- theta - mean_i top_k(p_i)"

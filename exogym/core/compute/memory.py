@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.torch_private import bare_step
+from exogym.core.compute.spans import CHUNK_ROWS
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
@@ -26,14 +27,14 @@ MOST_STARTED = 1000  # nodes in the trial start; more would take longer and give
 
 def check_rows(
     model: nn.Module, strategy: Strategy, free: int, *, num_nodes: int, rows: int, processes: int, is_cut: bool,
-    buffer_bytes: int,
+    buffer_bytes: int, together: bool,
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit in memory, before allocating any row.
 
-    The check counts parameters, gradients, optimizer state, buffers, strategy state, servers and Python objects. It
-    does not count activations, data and histories. The check itself needs little memory: the optimizer steps small
-    parameters with the same number of axes, and the strategy starts on torch's meta device. If the optimizer or the
-    strategy fails here, its state is not counted.
+    The check counts parameters, gradients, optimizer state, buffers, strategy state, temporary tensors, servers and
+    Python objects. It does not count activations, data and histories. The check itself needs little memory: the
+    optimizer steps small parameters with the same number of axes, and the strategy starts on torch's meta device. If
+    the optimizer or the strategy fails here, its state is not counted.
 
     Args:
         free: the free bytes.
@@ -42,6 +43,7 @@ def check_rows(
         processes: number of processes that divide the rows. Each process has its own memory.
         is_cut: whether a node is several processes, each with a part of a row.
         buffer_bytes: bytes per row of the buffers that training changes.
+        together: whether gradients of several rows are computed at once (`compute="vmap"`).
 
     Raises:
         ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
@@ -52,8 +54,9 @@ def check_rows(
     def needed(row_bytes: int) -> int:
         return rows * row_bytes // processes if is_cut else -(-rows // processes) * row_bytes
 
-    each |= _computing(model, strategy)
-    once = each["parameters"]  # the current row's gradient
+    each |= _computing(model, strategy, together)
+    each["temporary tensors"] = int(strategy.temporary_rows * each["parameters"])
+    once = each["parameters"] * (min(rows, CHUNK_ROWS) if together else 1)  # gradients under way
     each["strategy"], shared, servers = _kept(model, strategy, min(num_nodes, MOST_STARTED), buffer_bytes)
     size = getattr(strategy, "island_size", None) or num_nodes
     shared_by_all = shared + -(-num_nodes // size) * servers
@@ -75,10 +78,10 @@ def check_rows(
     )
 
 
-def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
+def _computing(model: nn.Module, strategy: Strategy, together: bool) -> dict[str, int]:
     """Return the bytes of a row's gradients, optimizer state and Python objects."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and not nn.parameter.is_lazy(p)}
-    keeps_gradients = strategy.needs_gradients and strategy.driven_by != "clock"
+    keeps_gradients = together or (strategy.needs_gradients and strategy.driven_by != "clock")
     found = {"gradients": sum(p.nbytes for p in named.values()) if keeps_gradients else 0}
     kept: list[int] = []
     if strategy.driven_by != "programs":  # programs may step differently

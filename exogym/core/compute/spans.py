@@ -14,6 +14,7 @@ from torch import Tensor
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 
+CHUNK_ROWS = 10  # whose gradients "vmap" computes at once
 # `fit(compute=)`'s names -> the class in this folder's module of the same name.
 WAYS = {"loop": "Loop", "vmap": "Vmap"}
 

@@ -17,12 +17,10 @@ from exogym.core.base.batches import batch_examples, beside_tensors, described, 
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
-from exogym.core.compute.spans import Losses, RowSpan
+from exogym.core.compute.spans import CHUNK_ROWS, Losses, RowSpan
 from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
-
-CHUNK_ROWS = 10
 
 
 class Vmap(Loop):

@@ -76,7 +76,14 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
     trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
     device = Device.named(options.device).place
-    check_memory(subject.model, options.strategy, device, num_nodes=options.num_nodes, rows=len(wire.ranks))
+    check_memory(
+        subject.model,
+        options.strategy,
+        device,
+        num_nodes=options.num_nodes,
+        rows=len(wire.ranks),
+        together=options.compute == "vmap",
+    )
 
     def left() -> Left | None:
         if not wire.is_main:

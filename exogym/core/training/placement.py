@@ -48,6 +48,7 @@ def run_placed(
         check_memory(
             subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
             rows=rows_of_run(options, memories, found), is_cut=engine_options.nodes is not None,
+            together=options.compute == "vmap",
         )  # fmt: skip
     dealt, weighed = _dealt(found, engine_options, options, subject)
     if not found.runs_again:

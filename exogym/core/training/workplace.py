@@ -73,6 +73,7 @@ def workplace(
         check_memory(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
             rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=is_split,
+            together=options.compute == "vmap",
         )  # fmt: skip
     parts = None if worker.devices is None else worker.devices.split.parts
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
@@ -82,7 +83,7 @@ def workplace(
 
 def check_memory(
     model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
-    is_cut: bool = False, buffer_bytes: int = 0,
+    is_cut: bool = False, buffer_bytes: int = 0, together: bool = False,
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit in memory, before any row is made.
 
@@ -99,7 +100,7 @@ def check_memory(
 
     check_rows(
         model, strategy, free, num_nodes=num_nodes, rows=rows, processes=processes, is_cut=is_cut,
-        buffer_bytes=buffer_bytes,
+        buffer_bytes=buffer_bytes, together=together,
     )  # fmt: skip
 
 
