@@ -162,7 +162,7 @@ def advise(
     >>> advice = advise(parameters=1e8, num_nodes=8, network="lan-1g", step_seconds=0.2,
     ...     strategies=["ddp", "diloco:H=100"])
     >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
-    [('diloco:H=100', 0.26), ('ddp', 6.15)]
+    [('diloco:H=100', 0.26), ('ddp', 6.18)]
     """
     check_number("parameters", parameters, over=0)
     check_number("bytes_per_element", bytes_per_element, over=0)
