@@ -80,6 +80,7 @@ def waited(call: Any, n: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, f
     gloo, failed, events = Gloo(n), list[BaseException](), list[Any]()
     gloo.P2POp = operation  # type: ignore[misc,assignment]
     monkeypatch.setattr(module, "dist", gloo)
+    monkeypatch.setattr(module.Device, "of_group", lambda group: SimpleNamespace(place=module.CPU))
 
     def run(rank: int) -> None:
         try:
