@@ -87,7 +87,7 @@ class Advice:
     """Predictions, best first, and their assumptions. `print` shows the answer in three lines, then a table.
 
     Attributes:
-        rows: sorted by seconds per step. Strategies that cannot be trained come last, sorted among themselves.
+        rows: sorted by the seconds to DDP's loss. Strategies that cannot be trained come last, sorted among themselves.
         recommended: the best strategy that can be trained, or None if no strategy can be trained. It is the strategy
             with the smallest expected logarithm of its time over the best time, at most 10, to DDP's loss
             (`exogym.study.advise.beliefs`).
@@ -150,14 +150,15 @@ class Advice:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text."""
-        headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        headers = ["strategy", "time to loss", "steps/DDP's", "time/step", "sent/node/step", "waiting", "computing"]
         rows = []
         for row in self.rows:
             mark = " *" if row is self.recommended else "" if row.can_train else " †"
-            cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
+            cells = [row.strategy + mark, readable_seconds(row.seconds), f"{row.ddp_steps:.2g}×"]
+            cells += [readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
             cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
-            rows.append([*cells, f"{row.ddp_steps:.2g}×", ", ".join(row.algorithms)])
-        return [*headers, "steps/DDP's", "by"], rows
+            rows.append([*cells, ", ".join(row.algorithms)])
+        return [*headers, "speed-up/one node", "by"], rows
 
     def notes(self) -> list[str]:
         """Return the lines below the table: each assumption."""

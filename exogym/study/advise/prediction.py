@@ -189,7 +189,7 @@ def advise(
         beliefs[plan.name] = belief
         row = _row(plan, num_nodes, network, time, algorithm)
         rows.append(replace(row, ddp_steps=belief.steps, steps=math.ceil(steps * belief.steps), source=source))
-    rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
+    rows.sort(key=lambda row: (not row.can_train, row.seconds))
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     if work is not None:
         lines.insert(1, str(work))

@@ -206,7 +206,7 @@ def test_work_and_device_make_the_step():
 
 def test_the_answer_is_ranked_and_says_what_it_assumed():
     advice = advise(parameters=P, num_nodes=N, network="lan-1g", step_seconds=T)
-    assert (times := [r.seconds_per_step for r in advice.rows]) == sorted(times) and len(times) == 18
+    assert (times := [r.seconds for r in advice.rows]) == sorted(times) and len(times) == 18
     assert [r.keeps_up for r in advice.rows] == [r.utilisation >= 0.9 for r in advice.rows]
     text = str(advice)
     assert all(line in text for line in advice.assumptions) and f"{advice.recommended.strategy} *" in text
@@ -234,9 +234,9 @@ def test_a_fast_network_recommends_the_gradient_average_and_a_slow_one_another()
 
 def test_every_column_has_its_unit():
     headers, rows = advise(parameters=1e8, num_nodes=N, network="home", step_seconds=0.5, strategies=["ddp"]).table()
-    assert headers[1:-1] == ["time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node",
-                             "steps/DDP's"]  # fmt: skip
-    assert [cell.lstrip("0123456789.").strip() for cell in rows[0][1:-1]] == ["min", "MB", "%", "%", "×", "×"]
+    assert headers[1:-1] == ["time to loss", "steps/DDP's", "time/step", "sent/node/step", "waiting", "computing",
+                             "speed-up/one node"]  # fmt: skip
+    assert [cell.lstrip("0123456789.").strip() for cell in rows[0][1:-1]] == ["h", "×", "min", "MB", "%", "%", "×"]
 
 
 def test_what_comes_late_couples_later():
@@ -377,7 +377,6 @@ def test_formula_and_clock_agree(network):
         rough = 0.06 if told.strategy.startswith("sparta") else 0.0
         assert told.seconds_per_step == pytest.approx(clock[told.strategy], rel=1e-3 + rough)
         assert told.waiting_share == pytest.approx(waited[told.strategy], abs=1e-3 + rough)
-    assert [r.strategy for r in advice.rows] == sorted(texts, key=lambda text: (clock[text], texts.index(text)))
 
 
 def test_ten_thousand_nodes_and_any_size():
