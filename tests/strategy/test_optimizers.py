@@ -220,7 +220,7 @@ def compared(name: str, precision: str, build: Callable[[OptimSpec], Strategy], 
             torch.testing.assert_close(a, b, rtol=3e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
         else:
             assert torch.equal(a, b), f"{name} differs in {precision} by {float((a - b).abs().max()):.3g}"
-    return "equal up to rounding" if name in ROUNDED else "the same bits"
+    return "equal up to rounding" if name in ROUNDED else "bitwise identical"
 
 
 @functools.cache
@@ -251,7 +251,7 @@ def found(name: str) -> str:
     return result if outer == result else f"{result}; as outer optimizer {outer}"
 
 
-HEADER = ["| result of the test | optimizers |", "| --- | --- |"]
+HEADER = ["| result | optimizers |", "| --- | --- |"]
 
 
 def table() -> dict[str, list[tuple[str, str]]]:
