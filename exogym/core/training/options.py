@@ -143,7 +143,8 @@ class RunOptions:
             256 if the activations of these examples take at most 64 MiB.
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
-        compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for accelerators).
+        compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for small models on accelerators,
+            as a CPU takes 2.3 times as long).
         balance: Share the load by speed: with "nodes" fast processes get more nodes, with "batch" or "steps" fast nodes
             get larger batches or more local steps. A `Balance` also gives the speeds (see `exogym.balance`). If
             `balance` is None, all nodes do the same work, and each process gets about the same number of nodes.

@@ -15,6 +15,7 @@ from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
 from exogym.core.base.devices import CPU, Device
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_torch, stream_seed
+from exogym.core.base.torch_private import own_parameters
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
 from exogym.core.compute.first_step import look
@@ -58,7 +59,7 @@ def workplace(
     _initialise_lazy(worker, trial(first_batch))
     for module in (model, subject.loss_fn):
         if isinstance(module, nn.Module):
-            module.to(device)
+            _move(module, device)
     if kept := start_training(model):
         few = ", ".join(repr(name or "the model itself") for name in kept[:3]) + ", ..." * (len(kept) > 3)
         say(wire, f"in evaluation mode during training, as given: {few}; call model.train() before fit to train all")
@@ -130,6 +131,15 @@ def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:
     asked = (stream, range(options.num_nodes), steps, options.micro_batch_size)
     is_unknown = np.count_nonzero(stream.examples == 0) > len(stream.empty)
     return functools.partial(check_single, *asked) if is_unknown or single(*asked) is not None else None
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module. Tied parameters stay tied, also on devices for which torch makes new parameters."""
+    given = [(own_parameters(part), name, p) for part in module.modules() for name, p in own_parameters(part).items()]
+    module.to(device)
+    moved: dict[int, nn.Parameter | None] = {}
+    for own, name, p in given:
+        own[name] = moved.setdefault(id(p), own[name])
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
