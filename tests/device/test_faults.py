@@ -3,12 +3,11 @@
 import pytest
 import torch
 from battery import train
+from device.small import fit, network, weights_of
 from processes import launch
 from strategies import CONTRIB, STRATEGIES
 from torch import nn
-from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.base.devices import Device
 from exogym.core.engine import world
@@ -16,27 +15,6 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 
 # Each computes in float64 somewhere: norms, quantization, weights, measurements
 WIDE = ("ddp", "diloco", "streaming diloco 4 bit", "sparseloco", "fedavg sampling", "edit", "qfedavg", "gradient push")
-
-
-def classes(count=40):
-    draw = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(count, 6, generator=draw), torch.randint(3, (count,), generator=draw))
-
-
-def fit(model, device, loss_fn=nn.functional.cross_entropy, strategy=None, data=None, **options):
-    trainer = LocalTrainer(model, data or classes(), loss_fn=loss_fn)
-    options = {"num_nodes": 2, "max_steps": 6, "batch_size": 4, "progress": False} | options
-    trainer.fit(strategy or DiLoCoStrategy(lr=0.05, H=3), device=device, **options)
-    return trainer
-
-
-def network(*more):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), *more, nn.Linear(8, 3))
-
-
-def weights_of(trainer):
-    return torch.cat([p.detach().cpu().flatten() for p in trainer.model.parameters()])
 
 
 @pytest.mark.parametrize("name", WIDE)
@@ -121,7 +99,7 @@ import sys, warnings
 sys.path.insert(0, sys.argv[2])
 from device import fake
 import torch
-from device.test_faults import fit, network, weights_of
+from device.small import fit, network, weights_of
 from exogym import Placement
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 

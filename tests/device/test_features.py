@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from device.test_faults import classes, fit, network, weights_of
+from device.small import classes, fit, network, weights_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -103,7 +103,7 @@ def test_a_loop_of_the_user(fake):
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_devices_memory(fake):
-    fake.device.set_limit(1 << 20)
+    fake.device.set_limit(fake.device.memory()[0] + (1 << 20))
     with pytest.raises(exogym.errors.ArgumentError, match=r"0\.001\d* GB are free"):
         LocalTrainer(nn.Linear(6, 60_000), classes(), loss_fn=nn.functional.cross_entropy).fit(
             DiLoCoStrategy(lr=0.05, H=3), num_nodes=2, max_steps=3, device="fake", progress=False
