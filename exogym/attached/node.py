@@ -47,7 +47,7 @@ from exogym.strategy.strategy import Run, Strategy
 LONGEST = 1024  # most steps of a stretch
 _open: weakref.WeakSet[Node] = weakref.WeakSet()  # the nodes of this process whose runs are not finished
 ENDLESS = 2**53  # the length of a run without `total_steps`
-BUFFER = "fleet.buffer."  # the name of a buffer in a row's state begins so
+BUFFERS = ("fleet.buffer.", "own.")  # the name of a buffer in a row's state begins with one of these
 
 
 class Node:
@@ -152,6 +152,8 @@ class Node:
         now = {name: rows.clone() for name, rows in fleet.buffers.items()}
         for name, value in changing.items():  # a strategy starts with the buffers from before the first step
             fleet.buffers[name][0] = value
+            if name in fleet.own:
+                fleet.own[name] = value
         worker.point(0)
         steps, size = self.total_steps or ENDLESS, 1 if self.stream is None else self.stream.batch_size
         self._examples = examples
@@ -466,7 +468,7 @@ class Node:
             return
         if not self.has_begun:
             every = state["row"].items()
-            changing = {name.removeprefix(BUFFER): x for name, x in every if name.startswith(BUFFER)}
+            changing = {name.removeprefix(p): x for name, x in every for p in BUFFERS if name.startswith(p)}
             with preserved_state(self.device):
                 self._begin(changing, meta["examples"])
         for name, value in self.standing.description.items():

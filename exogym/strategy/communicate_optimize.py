@@ -362,8 +362,10 @@ class Composition:
             for b, block in enumerate(fleet.blocks):
                 take_rows(fleet, block.params, source, joining, None if outer is None else outer[b][None])
             with fleet.comm.counted_as("buffers"):
-                for rows in fleet.buffers.values():
+                for rows in fleet.shared_buffers.values():
                     take_rows(fleet, rows, source, joining)
+            if forget:
+                fleet.forget_own(joining)
             for module in self.modules:
                 with self._given(module) as given:
                     if given is not None:

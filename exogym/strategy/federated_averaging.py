@@ -223,8 +223,8 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         found = self.features()
         if self.weights is not None:
             found["weights by examples"] = "weights by examples"
-        if fleet.buffers:
-            found["buffers that change"] = f"training that changes the buffers {', '.join(fleet.buffers)}"
+        if fleet.shared_buffers:
+            found["buffers that change"] = f"training that changes the buffers {', '.join(fleet.shared_buffers)}"
         check(found)
 
     def clients(self, round_: int) -> list[int]:
@@ -390,7 +390,7 @@ class Server:
         if self.personal is not None:
             self.personal.forget(fleet, self.theta)
         own = () if self.personal is None else self.personal.buffers
-        for name, rows in fleet.buffers.items() if holder else ():
+        for name, rows in fleet.shared_buffers.items() if holder else ():
             if name in own:
                 continue
             theirs = rows[lost]

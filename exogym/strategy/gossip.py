@@ -71,7 +71,7 @@ class GossipCommunicator(PeriodicModule):
 
     def mix_buffers(self, fleet: Fleet, W: Tensor) -> None:
         """Mix the floating-point buffers of the present nodes by `W`."""
-        floating = [rows for rows in fleet.buffers.values() if rows.is_floating_point()]
+        floating = [rows for rows in fleet.shared_buffers.values() if rows.is_floating_point()]
         with fleet.comm.counted_as("buffers"):
             for rows, new in zip(floating, fleet.comm.mix_all(floating, W) if floating else (), strict=True):
                 rows.copy_(new)

@@ -68,7 +68,7 @@ def broadcast_buffers(fleet: Fleet) -> None:
     The traffic counts the bytes of buffers separately.
     """
     with fleet.comm.counted_as("buffers"):
-        for rows in fleet.buffers.values():
+        for rows in fleet.shared_buffers.values():
             rows.copy_(fleet.comm.broadcast(rows, src=fleet.comm.present[0]).clone())
 
 

@@ -52,10 +52,11 @@ def refuse_carried(
         name, _, key = carried[0].rpartition(".")
         raise ModelError(
             f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. All nodes "
-            "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer with "
-            f"self.register_buffer({key!r}, torch.tensor(...)) and change it in place: then every node has its "
-            f"own. If training does not depend on the attribute, allow it: shared_attributes = ({key!r},) in class "
-            f"{type(before.modules[name]).__name__}"
+            "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer of its final "
+            f"shape with self.register_buffer({key!r}, torch.zeros(...)): then every node has its own, and nodes "
+            "average it with the model. If it belongs to the node's examples, as a hidden state does, add "
+            f"own_buffers = ({key!r},) to class {type(before.modules[name]).__name__}: then nodes do not average it. "
+            f"If training does not depend on the attribute, allow it there: shared_attributes = ({key!r},)"
         )
 
 

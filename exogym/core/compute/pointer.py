@@ -16,6 +16,7 @@ from exogym.core.base.torch_private import own_buffers, own_parameters
 from exogym.core.fleet import Fleet
 from exogym.errors import ModelError
 
+OWN = "own_buffers"
 MAX_CACHED_VIEWS = 50_000
 
 
@@ -46,7 +47,18 @@ class Pointer:
         self.at: Sequence[Tensor] = self.homes
 
     def add_buffers(self, model: nn.Module, changing: Sequence[str]) -> None:
-        """Give each row its own values of the buffers `changing`, which begin as the module's."""
+        """Give each row its own values of the buffers `changing`, which begin as the module's.
+
+        Raises:
+            ModelError: a module's `own_buffers` names no buffer, or the node's processes would have to share such a
+                buffer.
+        """
+        kept = kept_by_nodes(model)
+        if kept and self.fleet.comm.wire.columns.parts > 1:
+            raise ModelError(
+                f"{OWN} ({', '.join(sorted(kept))}) with nodes of several processes, which see different examples and "
+                "average their buffers: leave node= out, or keep no state between batches"
+            )
         self._buffer_owners = {name: owner_of(model, name) for name in changing}
         buffers = dict(model.named_buffers())
         self._buffer_homes = {name: buffers[name] for name in changing}
@@ -54,6 +66,7 @@ class Pointer:
         for name in changing:
             rows = buffers[name].detach()[None].repeat(len(self.fleet), *[1] * buffers[name].dim())
             self.fleet.buffers[name] = rows
+        self.fleet.keep_own(name for name in changing if name in kept)
 
     def views(self, row: int) -> list[Tensor]:
         """Return views of the row's parameters, in fleet order."""
@@ -93,9 +106,19 @@ class Pointer:
         self.keep_buffers(row)
 
     def keep_buffers(self, row: int) -> None:
-        """Copy the buffers that the module has re-assigned into `row`."""
+        """Copy the buffers that the module has re-assigned into `row`.
+
+        Raises:
+            ModelError: a buffer has another shape than before.
+        """
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
+            if current is not None and current.shape != home.shape:
+                raise ModelError(
+                    f"training changed the shape of the buffer {name!r} from {tuple(home.shape)} to "
+                    f"{tuple(current.shape)}: keep its first shape, for example with batches of equal size "
+                    "(dataloader_kwargs={'drop_last': True})"
+                )
             if current is not None and current.data_ptr() != home.data_ptr():
                 home.copy_(current.detach())
 
@@ -138,6 +161,26 @@ class Pointer:
         """Put the tensors in `buffers` into the module, in place of the buffers that training changes."""
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
+
+
+def kept_by_nodes(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that modules list in `own_buffers`: nodes neither average nor send these.
+
+    Raises:
+        ModelError: a module's `own_buffers` is not a list of names of its buffers.
+    """
+    named, there = set(), dict(model.named_buffers())
+    for path, module in model.named_modules():
+        keys = getattr(module, OWN, ())
+        listed = isinstance(keys, list | tuple | set | frozenset)
+        own = {f"{path}.{key}" if path else key for key in (keys if listed else ())}
+        if not listed or not own <= there.keys():
+            raise ModelError(
+                f"{OWN} of {type(module).__name__} is {keys!r}: wanted a tuple of names of its buffers, which are "
+                f"{[name for name, _ in module.named_buffers()]}"
+            )
+        named |= own
+    return named
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -6,7 +6,7 @@ process holds some rows with all columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +82,7 @@ class Fleet:
     Attributes:
         blocks: one `Block` per dtype of trainable parameters.
         buffers: {name: (rows, *shape)} for the buffers that a training step changes.
+        own: the buffers among them that nodes neither average nor send, with their values before training.
         ranks: the rank of the node in each row.
         num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
@@ -102,6 +103,7 @@ class Fleet:
         self.parts = [layouts_of(module)] if parts is None else parts
         self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.columns.part]]
         self.buffers: dict[str, Tensor] = {}
+        self.own: dict[str, Tensor] = {}
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.hidden = hidden_matrices(module)
         self.state = State()
@@ -182,16 +184,33 @@ class Fleet:
         """Return one value for each buffer that training changes, without recording traffic.
 
         A floating-point buffer's value is the mean over the present nodes. Other buffers have the lowest rank's value.
+        The nodes' own buffers are as before training.
         """
         wire, everyone = self.comm.wire, self.there
-        result = {}
-        for name, rows in self.buffers.items():
+        result = {name: value.clone() for name, value in self.own.items()}
+        for name, rows in self.shared_buffers.items():
             if rows.is_floating_point():
                 share = self.comm.share(everyone)
                 result[name] = wire.reduce(rows.reshape(len(rows), -1), everyone, "mean", share).view(rows.shape[1:])
             else:
                 result[name] = wire.rows(rows, everyone[:1])[0]
         return result
+
+    @property
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """The buffers that nodes average and send: all in `buffers` except `own`."""
+        return {name: rows for name, rows in self.buffers.items() if name not in self.own}
+
+    def keep_own(self, names: Iterable[str]) -> None:
+        """Leave the buffers `names` to each node from now on. Their rows are equal."""
+        self.own = {name: self.buffers[name][0].clone() for name in names}
+        if self.own:
+            self.state.register("own", _Own(self))
+
+    def forget_own(self, nodes: Sequence[int]) -> None:
+        """Give `nodes`, which have lost their state, their own buffers as before training."""
+        for name, value in self.own.items():
+            self.buffers[name][rows_of(self, nodes)] = value
 
     def synchronise_buffers(self, groups: Sequence[Sequence[int]] | None = None, without: Sequence[str] = ()) -> None:
         """Make the buffers that training changes equal in each group of nodes.
@@ -204,7 +223,7 @@ class Fleet:
             without: names of buffers that stay as they are.
         """
         with self.comm.counted_as("buffers"):
-            for name, rows in self.buffers.items():
+            for name, rows in self.shared_buffers.items():
                 if name in without:
                     continue
                 if rows.is_floating_point():
@@ -222,17 +241,37 @@ class _Matrix(Stateful):
 
     def row(self, row: int) -> Tensors:
         params = {f"params.{b}": block.params[row] for b, block in enumerate(self.fleet.blocks)}
-        return params | {f"buffer.{name}": x[row] for name, x in self.fleet.buffers.items()}
+        return params | {f"buffer.{name}": x[row] for name, x in self.fleet.shared_buffers.items()}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         for b, block in enumerate(self.fleet.blocks):
             block.params[row] = tensors[f"params.{b}"]
-        for name, x in self.fleet.buffers.items():
+        for name, x in self.fleet.shared_buffers.items():
             x[row] = tensors[f"buffer.{name}"]
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
         kind, _, b = name.partition(".")
         return cut_of(self.fleet.blocks[int(b)].layout) if kind == "params" else None
+
+
+class _Own(Stateful):
+    """The nodes' own buffers. Apart from `_Matrix`, so that a sampled client's stay when it gives up its row."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+
+    def row(self, row: int) -> Tensors:
+        return {name: self.fleet.buffers[name][row] for name in self.fleet.own}
+
+    def load_row(self, row: int, tensors: Tensors) -> None:
+        for name in self.fleet.own:
+            self.fleet.buffers[name][row] = tensors[name]
+
+    def shared(self) -> Tensors:
+        return self.fleet.own
+
+    def load_shared(self, tensors: Tensors) -> None:
+        self.fleet.own = {name: tensors[name].clone() for name in self.fleet.own}
 
 
 # Present nodes: those that take part in the current communication (`fleet.comm.present`), without faults all nodes.

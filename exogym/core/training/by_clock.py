@@ -197,7 +197,7 @@ class ByClock(Algorithm):
         for block in self.fleet.blocks:
             comm.push(block.params, node, self.way)
         with comm.counted_as("buffers"):
-            for rows in self.fleet.buffers.values():
+            for rows in self.fleet.shared_buffers.values():
                 comm.push(rows, node, self.way)
         self.order.sent(node)
 
@@ -264,9 +264,10 @@ class ByClock(Algorithm):
         comm, ids, here = self.fleet.comm, sorted(nodes), rows_of(self.fleet, nodes)
         good = [node for node in ids if not self.spoilt[node]]
         share = len(good) / len(self.islands[island])
+        self.fleet.forget_own([node for node in ids if self.spoilt[node]])
         self.spoilt[ids] = False
         buffers = self.buffers[island]
-        for name, rows in self.fleet.buffers.items():
+        for name, rows in self.fleet.shared_buffers.items():
             if good and rows.is_floating_point():
                 mean = comm.wire.reduce(rows.reshape(len(rows), -1), good, "mean").view(rows.shape[1:])
                 buffers[name].copy_(mean if share == 1 else torch.lerp(buffers[name], mean, share))

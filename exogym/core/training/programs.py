@@ -145,8 +145,9 @@ class Programs(Algorithm):
         spoilt = self.watch.spoilt(fleet.comm.present)
         healthy = [node for node in fleet.comm.present if node not in spoilt]
         with fleet.comm.counted_as("buffers"):
-            for rows in fleet.buffers.values() if spoilt and healthy else ():
+            for rows in fleet.shared_buffers.values() if spoilt and healthy else ():
                 take_rows(fleet, rows, healthy[0], spoilt)
+        fleet.forget_own(spoilt)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
         moving, self._step = self._moving(self._rows), step
@@ -183,8 +184,10 @@ class Programs(Algorithm):
         for block in fleet.blocks:
             take_rows(fleet, block.params, source, nodes)
         with fleet.comm.counted_as("buffers"):
-            for rows in fleet.buffers.values():
+            for rows in fleet.shared_buffers.values():
                 take_rows(fleet, rows, source, nodes)
+        if forget:
+            fleet.forget_own(nodes)
         for rank in nodes:
             self.worker.point(rank)
             load_object_state(self.strategies[rank], self.worker.model, {k: x.clone() for k, x in taken.items()})
