@@ -262,7 +262,7 @@ class Scaling(Stateful):
         """Divide the gradients of `parameters` by the row's scale, and set `overflowed` if one is not finite."""
         grads = [p.grad for p in parameters if p.grad is not None]
         scale_(grads, 1.0 / self.of(row))
-        self.overflowed = not all(bool(torch.isfinite(g).all()) for g in grads)
+        self.overflowed = bool(grads) and not bool(torch.stack([torch.isfinite(g).all() for g in grads]).all())
 
     def update(self, row: int) -> None:
         """Halve the row's scale after an overflow, double it after 2,000 good steps (torch's GradScaler rule)."""
