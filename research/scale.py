@@ -40,16 +40,17 @@ def asked(cluster: str, num_nodes: int) -> dict[str, Row]:
 
 
 def cluster_table(cluster: str) -> list[str]:
-    """Return the lines of a cluster's table."""
+    """Return the lines of a cluster's table. Strategies with the same cells share a row."""
     columns = [asked(cluster, num_nodes) for num_nodes in NODES]
     lines = [f"| `{cluster}` | " + " | ".join(f"{n:,} nodes" for n in NODES) + " |", "| --- " * 4 + "|"]
+    alike: dict[str, list[str]] = {}
     for strategy in CORE:
         cells = [
             f"{readable_seconds(row.seconds_per_step)}, {readable_bytes(row.tx_bytes_per_step)}, {row.utilisation:.0%}"
             for row in (column[strategy] for column in columns)
         ]
-        lines.append(f"| {strategy} | " + " | ".join(cells).replace("%", " %") + " |")
-    return lines
+        alike.setdefault(" | ".join(cells).replace("%", " %"), []).append(strategy)
+    return lines + [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
 
 
 def published_table() -> list[str]:
