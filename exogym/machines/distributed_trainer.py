@@ -45,6 +45,7 @@ class DistributedTrainer:
         ArgumentError: the optimizer has other parameters or several groups, or it has taken steps already; the number
             of devices differs from the number of processes or from `node`; or the backend is not available.
 
+    >>> import torch
     >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     >>> loader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
     >>> model = nn.Linear(4, 1)
@@ -134,6 +135,7 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
         ArgumentError: the optimizer has other parameters, several groups, or state.
 
     >>> model = nn.Linear(2, 1)
+    >>> import torch
     >>> spec_of(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
     """
