@@ -301,21 +301,21 @@ def test_the_whole_site(built: tuple[Path, subprocess.CompletedProcess[str]]) ->
     assert [file.name for file in pages if 'glossary.html">Glossary' not in file.read_text("utf-8")] == []
     assert {file.name: seen for file in files if (seen := from_elsewhere(file.name, file.read_text("utf-8")))} == {}
     assert "DiLoCoStrategy" in (site / "searchindex.js").read_text("utf-8")
-    assert "api/training.html#exogym.LocalTrainer" in (site / "placement.html").read_text("utf-8")  # by its name
+    assert "api/training.html#exogym.LocalTrainer" in (site / "processes.html").read_text("utf-8")  # by its name
     custom = (site / "tutorials" / "tutorial_custom.html").read_text("utf-8")
     assert "exogym.strategy.Strategy" in custom and "exogym.compress.TopK" not in custom  # its own class of that name
     assert len(list((site / "_downloads").rglob("tutorial_*.py"))) == len(list((ROOT / "tutorials").glob("*.py")))
     assert '"early stopping":[[' in (site / "searchindex.js").read_text("utf-8")
-    assert "<math" in (site / "understand" / "local_steps.html").read_text("utf-8")
+    assert "<math" in (site / "understand" / "methods.html").read_text("utf-8")
 
 
 # Search: what readers type, and the pages that answer it
 
 QUESTIONS = {
     "How do I install it on three Macs": {"getting_started", "real_machines", "wizard"},
-    "resume after a crash": {"placement"},
-    "gradient accumulation": {"understand/batch_and_scale", "distributed"},
-    "mixed precision bf16": {"mixed_precision"},
+    "resume after a crash": {"processes"},
+    "gradient accumulation": {"understand/choosing", "training"},
+    "mixed precision bf16": {"training"},
     "my own model": {"getting_started"},
     "Hugging Face model with LoRA": {"hugging_face"},
     "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
@@ -326,18 +326,18 @@ QUESTIONS = {
     "1,000 clients non-IID": {"federated"},
     "what does payload mean": {"glossary"},
     "run on a GPU": {"understand/hardware"},
-    "own outer optimizer": {"optimizers", "strategies"},
+    "own outer optimizer": {"training", "strategies"},
     "non-IID text": {"getting_started"},
     "plot loss against bytes": {"recipes"},
     "reload a comparison as a DataFrame": {"runs"},
     "differential privacy": {"strategies/averaging"},
-    "coming from gym": {"compared"},
+    "coming from gym": {"coming_from_gym"},
     "host dies": {"real_machines"},
     "how good are predictions": {"evidence", "predictions"},
     "DiLoCo": {"strategies"},
-    "bf16": {"mixed_precision"},
+    "bf16": {"training"},
     "payload": {"glossary"},
-    "resume training": {"placement"},
+    "resume training": {"processes"},
 }
 HITS = "[...document.querySelectorAll('#search-results ul.search > li > a')].map((one) => one.getAttribute('href'))"
 SUMMARY = "document.querySelector('#search-results .search-summary')?.textContent"
