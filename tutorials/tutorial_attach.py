@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Your own loop
 #
-# You have a training loop, and two machines with a slow line between them. Simulate first, to choose a strategy. Then
-# *attach* this strategy to your loop, and get the simulation's model, bit by bit.
+# You have a training loop, and two machines with a slow line between them. Simulate first to choose a strategy, then
+# *attach* this strategy to your loop: the trained model is bitwise identical to the simulation's.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -72,12 +72,12 @@ diloco = simulate(DiLoCoStrategy(lr=3e-3, H=20))
 # > DiLoCoStrategy: loss 0.231, 96 kB sent per node, 10 s
 
 # %% [markdown]
-# DiLoCo sends a twentieth of the bytes. We take it.
+# DiLoCo sends a twentieth of the bytes, so we choose it.
 #
 # ## Attach
 #
-# This is your loop, in its own script. Three lines are new: `attach`, `nodes.loader`, and `nodes.step()` in the
-# place of `optimizer.step()` and `optimizer.zero_grad()`. The rest is checkpoints and an evaluation, as in any loop.
+# This is your loop, in its own script. Three lines are new: `attach`, `nodes.loader`, and `nodes.step()`, which
+# replaces `optimizer.step()` and `optimizer.zero_grad()`. The rest is checkpoints and an evaluation, as in any loop.
 
 # %%
 SCRIPT = """
@@ -141,13 +141,13 @@ print("the simulation's model in both processes:", same_bits())
 # > the simulation's model in both processes: [True, True]
 
 # %% [markdown]
-# The processes could as well run on two hosts: start the same script with torchrun on each ([processes by
+# The processes could just as well run on two hosts: start the same script with torchrun on each ([processes by
 # hand](../docs/processes.md#processes-by-hand)).
 #
-# ## A crash
+# ## Resume after a crash
 #
-# Both processes die at step 150. Their last checkpoints are of step 130, in the middle of a round. The second launch
-# continues there.
+# Both processes die at step 150. The second launch continues from their last checkpoints, which are of step 130, in the
+# middle of a round.
 
 # %%
 for file in Path().glob("model-*.pt"):
@@ -161,7 +161,7 @@ print("after the crash:", same_bits())
 # %% [markdown]
 # ## Compare
 #
-# The loop evaluated the averaged model every 20 steps. The losses are the simulation's.
+# The loop evaluated the averaged model every 20 steps. Its losses equal the simulation's.
 
 # %%
 attached = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)]
@@ -185,13 +185,13 @@ figure.savefig("tutorial_attach.png", dpi=80)
 #
 # ## Change something
 #
-# - Give the loop dropout. Call `nodes.reseed()` before each forward pass; then the bits still equal the simulation's.
-# - Attach `SPARTAStrategy(p_sparta=0.05)`: the loop stays the same.
+# - Give the loop dropout. Call `nodes.reseed()` before each forward pass to stay bitwise identical to the simulation.
+# - Attach `SPARTAStrategy(p_sparta=0.05)`. The loop stays the same.
 # - Give the strategy `max_norm=1.0`. Where is the gradient clipped?
 #
 # ## A question
 #
-# The loop calls `optimizer.load_state_dict` beside `nodes.load_state_dict`. What happens without the first call?
+# The loop calls `optimizer.load_state_dict` as well as `nodes.load_state_dict`. What happens without the first call?
 #
-# **Answer.** The parameters, the outer parameters and the data order continue, but AdamW starts with empty moments. The
-# run goes on, with other bits. `nodes` saves its own inner optimizer only if `attach` got `optimizer=None`.
+# **Answer.** The parameters, the outer parameters and the data order continue, but AdamW starts with empty moments, so
+# the result differs. `nodes` saves its own inner optimizer only if `attach` got `optimizer=None`.

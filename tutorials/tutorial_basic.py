@@ -17,7 +17,7 @@
 # weights, data and optimizer.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. The [glossary](../docs/glossary.md)
-# explains all words.
+# explains all terms.
 
 # %%
 import copy
@@ -33,7 +33,7 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 # %% [markdown]
 # ## A model and its data
 #
-# We use 1,797 handwritten digits of 8x8 pixels and a small network. Any `nn.Module` and any torch data set work.
+# We use 1,797 handwritten digits of 8x8 pixels and a small network. Any `nn.Module` and any torch dataset work.
 
 # %%
 source = digits()
@@ -47,9 +47,7 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # ## One node
 #
 # `fit` takes the *strategy*, which says how nodes learn from each other. With one node, every strategy is plain
-# training.
-#
-# `fit` changes its model. To start from the same weights each time, give each trainer a copy.
+# training. `fit` changes its model, so give each trainer a copy to start from the same weights each time.
 
 
 # %%
@@ -68,15 +66,15 @@ alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # %% [markdown]
 # ## Four nodes that synchronize at every step
 #
-# In **data parallel training** (DDP), the nodes average their gradients and take the same step. So their weights stay
-# equal, bit for bit.
+# In **data parallel training** (DDP), the nodes average their gradients and take the same step, so their weights stay
+# bitwise identical.
 
 # %%
 ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# The loss is lower, since four nodes saw four times as many digits. To average on a ring of N nodes, a node sends
+# The loss is lower because four nodes saw four times as many digits. To average in a ring of N nodes, a node sends
 # 2 (N - 1) / N times the parameters' bytes per step:
 
 # %%
@@ -88,12 +86,12 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # %% [markdown]
 # With a billion parameters each node sends 6 GB *per step*.
 #
-# ## Four nodes that synchronize now and then
+# ## Four nodes that synchronize every 20 steps
 #
 # **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average
 # the changes of their weights, and an *outer optimizer* applies this average to their common starting weights. H steps
-# and this synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy
-# changes:
+# and the synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy in the
+# call changes:
 
 # %%
 diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4), num_nodes=4)
@@ -102,8 +100,8 @@ diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4),
 # %% [markdown]
 # ## Drift between nodes
 #
-# Between two synchronizations the nodes drift apart, because each sees other digits. `consensus_distance` measures it:
-# the root mean squared distance of the nodes to their mean, just before they synchronize.
+# Between two synchronizations the nodes drift apart, because each sees different digits. `consensus_distance` measures
+# this drift: the root mean squared distance of the nodes to their mean, just before they synchronize.
 
 # %%
 for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
@@ -113,7 +111,7 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 # > DiLoCo: 0.3 apart after 100 steps
 
 # %% [markdown]
-# ## A picture
+# ## Plot the loss
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -130,22 +128,22 @@ figure.savefig("tutorial_basic.png", dpi=80)
 # %% [markdown]
 # ![Validation loss against steps, and against megabytes sent](../docs/images/tutorial_basic.png)
 #
-# ## The model
+# ## The trained model
 #
 # `fit` returns the model, which is also `trainer.model`: the nodes' average, or with DiLoCo the outer model.
 #
 # ## Change something
 #
-# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. What happens to the distance
-# and to the loss? Then try `H=5`.
+# Give each node mostly a few kinds of digits: add `partitioner="dirichlet:0.3"` to `train(...)`. What happens to the
+# distance and to the loss? Then try `H=5`.
 #
 # ## A question
 #
 # FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does FedAvg send less than DiLoCo, as
 # much, or more?
 #
-# **Answer.** As much. Both send one row of parameters per round. Each node can run the outer optimizer itself, on the
-# average that it received. Count the bytes: train with `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from
+# **Answer.** As much. Both send the parameters once per round, since each node can run the outer optimizer itself on
+# the average that it received. Count the bytes: train with `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from
 # `exogym.strategy`.
 #
 # ## Next

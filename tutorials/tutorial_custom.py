@@ -49,7 +49,7 @@ CHECKED = {"steps": 8} if SHORT else {}
 # ## One node's program
 #
 # Write a `Strategy` for one node, as with `torch.distributed`. `self.model` is the node's model, `.grad` holds
-# gradients, and collectives wait for all nodes. ExoGym calls `_init_node` once, and `step` after each backward pass.
+# gradients, and collectives wait for all nodes. ExoGym calls `_init_node` once and `step` after each backward pass.
 
 
 # %%
@@ -80,8 +80,8 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# `check_strategy` trains small models and tests laws. We expect that a node sends five percent of each tensor's
-# entries, each as a number and an index of 4 bytes.
+# `check_strategy` trains small models and tests the laws that every strategy must keep. We expect a node to send five
+# percent of each tensor's entries, each as a number and an index of 4 bytes.
 
 
 # %%
@@ -103,7 +103,8 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > learns: validation loss from 1.0487 to 0.0538
 
 # %% [markdown]
-# Does the check find mistakes? This strategy keeps its memory in a global dict, so a resumed run differs:
+# Does the check find mistakes? This strategy keeps its memory in a global dict, which checkpoints don't save, so a
+# resumed run differs:
 
 # %%
 OUTSIDE = {}
@@ -157,8 +158,8 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# A fifth of the bytes, but four times as long! At every step `TopK` gathers twice for each of the six tensors, each
-# time with Wi-Fi's latency.
+# `TopK` sends a fifth of the bytes and takes four times as long! At every step it gathers twice for each of the six
+# tensors, and pays Wi-Fi's latency each time.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -172,8 +173,8 @@ figure.savefig("tutorial_custom.png", dpi=80)
 # %% [markdown]
 # ![Validation loss against predicted seconds](../docs/images/tutorial_custom.png)
 #
-# Built-in strategies act on a matrix with a row per node instead, and have one more law, *placement*: see [compose your
-# own](../docs/strategies/own.md#compose-your-own).
+# Built-in strategies act on a matrix with a row per node instead, and must keep one more law, *placement* ([compose
+# your own](../docs/strategies/own.md#compose-your-own)).
 #
 # ## Change something
 #
@@ -185,7 +186,7 @@ figure.savefig("tutorial_custom.png", dpi=80)
 # Double the nodes to eight. DDP's ring sends nearly as much per node as before. What happens to the bytes that a node
 # of `TopK` receives?
 #
-# **Answer.** They more than double: seven other nodes, instead of three, each send 5 % of their entries with indices.
-# All-gather grows with N. All-reduce does not, because it sums on the way.
+# **Answer.** They more than double, because seven other nodes instead of three each send 5 % of their entries with
+# indices. An all-gather grows with N, while an all-reduce sums on the way.
 #
 # Next: [Write your own strategy](../docs/strategies/own.md)

@@ -14,7 +14,7 @@
 # # Federated learning
 #
 # A thousand phones have photographs that must stay private. In each *round* a server asks a few phones (*clients*) to
-# train on their own data, and averages the results. A client is a node.
+# train on their own data, and averages the results. In ExoGym, a client is a node.
 #
 # Simulate a thousand clients, compare methods for clients with different data, and see what absent clients and privacy
 # cost. [Install](../docs/getting_started.md#install) ExoGym with its extras `[examples,privacy]`, and read [Four nodes
@@ -48,8 +48,8 @@ of_class = [np.flatnonzero(labels == digit) for digit in range(10)]
 # %% [markdown]
 # ## The data of a client
 #
-# A function makes each client's data set when the client first takes part. Ours returns 20 digits of only two classes:
-# one client's result is wrong for almost all others.
+# A function makes each client's dataset when the client first takes part. Ours returns 20 digits of only two classes,
+# so a model that one client trains alone is wrong for almost all others.
 
 # %%
 CLIENTS = 1000
@@ -90,8 +90,8 @@ print(f"accuracy {last['val_accuracy']:.0%} after 30 rounds")
 # ## Other methods
 #
 # - **FedProx** pulls each client toward the server's weights while it trains.
-# - **SCAFFOLD** stores on each client how its gradient differs from the others', and corrects for it. SCAFFOLD sends
-#   twice as much.
+# - **SCAFFOLD** stores on each client how its gradient differs from the others', corrects for it, and sends twice as
+#   much.
 # - **FedOpt** uses the mean change as a gradient at the server, here with Adam.
 
 # %%
@@ -119,7 +119,7 @@ figure.savefig("tutorial_federated.png", dpi=80)
 # ## Clients come and go
 #
 # `Devices` simulates kinds of devices, each with a speed and a share of time online. The server asks clients that are
-# online, and waits for those that stay. A round without a report fails.
+# online, and waits for the clients that stay. A round fails if no client reports.
 
 # %%
 fleet = Devices({"phone": Profile(0.8, speed=0.2, online=0.1, session_s=7200), "laptop": Profile(0.2, 1.0, 0.3, 10800)})
@@ -134,9 +134,9 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # %% [markdown]
 # ## What privacy costs
 #
-# Weights reveal something about a client's data. **DP-FedAvg** shortens each client's change to at most `clip`, and
-# adds noise to the sum. *epsilon* bounds how much an observer learns about one client's participation. A smaller
-# epsilon is safer; above 10 it protects little. It grows with each round.
+# Weights reveal something about a client's data. **DP-FedAvg** clips the norm of each client's change to `clip` and
+# adds noise to the sum. *epsilon*, which grows with each round, bounds how much an observer learns about one client's
+# participation. A smaller epsilon is safer, and above 10 it protects little.
 
 # %%
 private = train(

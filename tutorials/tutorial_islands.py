@@ -16,7 +16,7 @@
 # Two labs have four GPUs each. NVLink joins a lab's GPUs at 450 GB/s; the line between the labs has 100 Mbit/s. How
 # should eight GPUs train one model?
 #
-# Make a *node* of several simulated GPUs that share its model and batch (`NodeMesh`), and count bytes inside and
+# Build a *node* from several simulated GPUs that share its model and batch (`NodeMesh`), and count bytes inside and
 # between islands. You need no GPU. [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four
 # nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
 
@@ -86,8 +86,8 @@ islands = train(
 # > loss 0.21, 3.4 s, 96 kB sent per node
 
 # %% [markdown]
-# The third way sends rarely over the slow line. Two replicas drift less than eight. Each GPU holds only a quarter of
-# the model.
+# The third way rarely sends over the slow line, its two replicas drift less than eight, and each GPU holds only a
+# quarter of the model.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
@@ -100,9 +100,9 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# You can also cut a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and
-# the first at its end: the *bubble*. With S stages and M micro-batches the bubble takes (S - 1) / (M + S - 1) of the
-# time.
+# You can also split a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and
+# the first at its end; this idle time is the *bubble*. With S stages and M micro-batches, the bubble takes
+# (S - 1) / (M + S - 1) of the time.
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]

@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # Teach a language model your texts, on several computers
+# # Fine-tune a language model on your texts
 #
-# Teach a language model the words and the tone of your texts. This tutorial shows every step with a *tiny random model
-# that knows nothing*. One line replaces it with a real model from your disk.
+# Teach a language model the words and the tone of your texts, on one or several computers. This tutorial shows every
+# step with a *tiny random model that knows nothing*; one line replaces it with a real model from your disk.
 #
 # You need ExoGym [installed](../docs/getting_started.md#install) and its extras `[language,examples]`. Read [Four nodes
 # on your laptop](tutorial_basic.py) first.
@@ -36,7 +36,7 @@ TEXTS = "texts"  # your folder with files .txt, .md or .jsonl
 # %% [markdown]
 # ## Texts
 #
-# Leave this cell out for your own folder.
+# Skip this cell if you have your own folder.
 
 # %%
 WHO, DOES = ("the red fox", "a blue bird", "the old man", "a cold wind"), ("runs", "sings", "sleeps", "blows")
@@ -110,16 +110,16 @@ for network in ("wifi", "home"):
 # > three computers, home: ddp 0.82 times one computer, diloco 2.26 times one computer
 
 # %% [markdown]
-# ## Keep it
+# ## Save the model
 #
-# `save_pretrained` merges the narrow matrices and writes a folder for transformers.
+# `save_pretrained` merges the narrow matrices into the model and writes a folder for transformers.
 
 # %%
 everything.save_pretrained("better")
 print("saved, for example", *sorted(path.name for path in Path("better").iterdir())[:2])
 
 # %% [markdown]
-# ## For real
+# ## With a real model
 #
 # ```
 # python run/language_model.py --data texts --num_nodes 2 --save better
@@ -135,7 +135,7 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 #
 # ## A question
 #
-# The model's perplexity on the *training* texts is lower still. Why does the task measure it on held-out texts?
+# The model's perplexity on the *training* texts is even lower. Why does the task measure it on held-out texts?
 #
 # **Answer.** A model can learn its training texts by heart. Only texts that it never saw show whether it learned the
 # language.

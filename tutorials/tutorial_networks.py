@@ -30,12 +30,12 @@ from exogym.network import Network
 # %% [markdown]
 # ## The cost of one average
 #
-# Each link of a network has a bandwidth B and a latency α, which every message pays. N nodes average S bytes in a ring
-# in
+# Each link of a network has a bandwidth B and a latency α, which every message pays. To average S bytes in a ring, N
+# nodes need 2 (N - 1) rounds, each with an N-th of the bytes:
 #
 #     2 (N - 1) (α + S / (N B))
 #
-# seconds: 2 (N - 1) rounds, each with an N-th of the bytes. Let us average GPT-2 small, 124 million numbers.
+# Let us average GPT-2 small, 124 million numbers.
 
 # %%
 S = 124e6 * 4
@@ -50,7 +50,7 @@ for name in ("wifi", "lan-1g", "infiniband"):
 # %% [markdown]
 # From 8 to 64 nodes the time hardly grows, because each node sends 2 (N - 1) / N S bytes, at most 2 S.
 #
-# ## Ask before you train
+# ## Predict before you train
 #
 # A step of this model takes 0.8 s on a good laptop GPU. `advise` calculates any strategy's time.
 
@@ -66,7 +66,7 @@ for row in advice.rows:
 # > ddp: 40.50 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# `speedup` counts examples per second; for the loss you must train.
+# `speedup` compares examples per second. To know the loss you must train.
 #
 # How fast must the network be? We plot the speed-up against the bandwidth, with 20 ms of latency:
 
@@ -91,9 +91,9 @@ figure.savefig("tutorial_networks.png", dpi=80)
 #
 # Below the dotted line one machine is faster.
 #
-# ## Train on the clock
+# ## Train on a virtual clock
 #
-# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. We set a step to 20 ms.
+# `compare(..., network=...)` adds a virtual clock and doesn't change a bit of the training. We set a step to 20 ms.
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"
@@ -106,12 +106,13 @@ for row in result.rows:
 print(result.finding)
 
 # %% [markdown]
-# SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and the time to average 2,410
-# numbers is nearly all latency. On Wi-Fi, average small models *rarely*, and send *little* of large models.
+# SPARTA sends a hundredth of DDP's bytes and waits as long, because it averages at every step, and averaging 2,410
+# numbers takes hardly more than the latency. On Wi-Fi, average small models *rarely*, and send *little* of large
+# models.
 #
 # ## One slow node
 #
-# If one node is half as fast (`speeds`), the nodes that wait for it are, too.
+# If one node is half as fast (`speeds`), so are all nodes that wait for it.
 
 # %%
 for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
@@ -123,7 +124,7 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # > speeds [1, 1, 1, 0.5]: 2.6 s, waiting 42%
 
 # %% [markdown]
-# Give the slow node less work (`fit(balance="batch")`), or use a strategy without waiting (`async_diloco`): see
+# Give the slow node less work (`fit(balance="batch")`), or use a strategy whose nodes don't wait (`async_diloco`); see
 # [unequal machines](../docs/real_machines.md#unequal-machines).
 #
 # [Describe your own network](../docs/network.md#describe-a-network), or see [how far predictions were

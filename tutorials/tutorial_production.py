@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # Runs you can rely on
+# # Stop, resume and survive failures
 #
-# Practice with runs that take seconds: stop and resume in the same bits, notice a run's death, lose a node, meet bad
-# numbers, stop early, and pass on the model.
+# Practice with runs that take seconds: stop and resume bit for bit, notice a dead run, lose a node, handle NaNs, stop
+# early, and pass on the model.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -58,8 +58,8 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. First comes an undisturbed run, then a run that ends at step 70. The third call resumes
-# this run, as it would in a new process.
+# Checkpoints go to `save_dir`. The first run is undisturbed, the second ends at step 70, and the third call resumes the
+# second run, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -83,9 +83,10 @@ except CheckpointError as error:
 # Ctrl-C saves and then stops. A cluster scheduler's SIGTERM does the same if you start the script with `python -m
 # exogym.launch` or a [job file](../docs/processes.md#clusters).
 #
-# ## Watch it, and notice its death
+# ## Watch a run, and notice that it died
 #
-# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it.
+# With `run_dir`, a run writes its events as plain JSON into a folder. Here a second Python process trains, and we kill
+# it.
 
 # %%
 script = """
@@ -114,12 +115,12 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# `status.json` says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show this for all
-# runs. If you started the script again, it would continue from its last checkpoint, because of `resume=True`.
+# `status.json` still says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show such
+# runs as lost. Because of `resume=True`, rerunning the script would continue from the last checkpoint.
 #
-# ## A lost node, and a node with bad numbers
+# ## A lost node, and a node with NaNs
 #
-# What would an outage cost? `Faults` simulates it. Node 3 is absent from step 40 to step 90, and forgets its state.
+# What would an outage cost? `Faults` simulates it: node 3 is absent from step 40 to step 90, and forgets its state.
 
 # %%
 calm, outage, rubbish = make_trainer(), make_trainer(), make_trainer()
@@ -174,7 +175,7 @@ figure.savefig("tutorial_production.png", dpi=80)
 #
 # ## Stop early
 #
-# A callback is called after each evaluation. If it returns True, the run ends as usual.
+# Callbacks run after each evaluation. If one returns True, the run ends as usual.
 
 
 # %%
@@ -188,7 +189,7 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # > ended before step 500: True
 
 # %% [markdown]
-# ## Pass it on
+# ## Share the run
 #
 # The run folder keeps the settings, versions and every record.
 
@@ -203,11 +204,11 @@ print(", ".join(described))
 #
 # ## Change something
 #
-# Let two nodes be absent, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then?
+# Let two nodes stay away forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then?
 #
 # ## A question
 #
 # The run that ended at step 70 synchronized its nodes there, and so did the undisturbed run, because H is 10. What if
-# it had ended at step 75? Would the resumed run still have the same bits?
+# it had ended at step 75? Would the resumed run still be bitwise identical?
 #
 # **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization.

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # From simulation to real machines
 #
-# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. Here one computer
-# acts as two, with real processes and sockets. With a second computer only an address changes.
+# Run your simulated strategy on real computers: its line of code stays the same, and the result is bitwise identical.
+# Here one computer acts as two, with real processes and sockets. With a second computer only an address changes.
 #
-# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. No port
-# opens to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. Nothing
+# here listens on your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -34,7 +34,7 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# Every machine starts the script, so it must be a file.
+# Every machine starts the script, so it must be in a file.
 
 # %%
 TRAIN = """
@@ -93,8 +93,8 @@ start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
 # %% [markdown]
 # ## Two hosts
 #
-# `NetworkTrainer` starts the processes for you, from one computer over SSH, on all hosts in a *hosts file*. Ours lists
-# this computer twice, under two names, and needs no SSH to reach itself.
+# `NetworkTrainer` starts the processes for you over SSH, on all hosts in a *hosts file*. Ours lists this computer
+# twice, under two names, and needs no SSH to reach itself.
 
 # %%
 with socket.socket() as free:
@@ -119,15 +119,15 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script starts itself on the hosts and fetches the model and the history.
+# Then train. The script starts itself on the hosts and then fetches the model and the history.
 
 # %%
 start("train.py", "hosts", "hosts.json")
 
 # %% [markdown]
-# ## The same bits
+# ## The same model, bit for bit
 #
-# The order of sums does not depend on the placement of nodes. So the three models are equal in every bit.
+# The order of sums does not depend on where nodes are, so the three models are bitwise identical.
 
 # %%
 results = {name: json.loads(Path(f"result_{name}.json").read_text()) for name in ("simulated", "launched", "hosts")}
@@ -146,7 +146,7 @@ figure.savefig("tutorial_real_machines.png", dpi=80)
 #
 # ## Measure the network
 #
-# A self-test times collectives between the processes. Use the self-test's file wherever ExoGym takes a network.
+# A self-test times collectives between the processes and writes a file, which every `network=` accepts.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "-m", "exogym.distributed", "--json", "measured.json")
@@ -172,7 +172,7 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 #
 # ## Change something
 #
-# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`.
+# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? See `runs/`.
 #
 # ## A question
 #

@@ -29,7 +29,7 @@ from exogym.strategy.registry import STRATEGIES
 # %% [markdown]
 # ## Available strategies
 #
-# Every strategy has a short name, for `compare` and the command line. `diloco:H=20:outer_lr=0.4` means
+# Every strategy has a short name, for `compare` and for the command line. `diloco:H=20:outer_lr=0.4` means
 # `DiLoCoStrategy(H=20, outer_lr=0.4)`. [The table of strategies](../docs/strategies.md) has equations and papers.
 
 # %%
@@ -39,9 +39,9 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 # %% [markdown]
 # ## A comparison
 #
-# A seed gives all strategies the same first weights and the same data in the same order. `single` is one of the four
-# nodes alone with its share of the data; a strategy that communicates must beat it. We use two seeds. Use five for
-# real decisions.
+# With the same seed, all strategies start from the same weights and see the same data in the same order. `single` is
+# one of the four nodes alone with its share of the data; a strategy that communicates must beat it. We use two seeds,
+# but use five for real decisions.
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
@@ -53,7 +53,7 @@ print(result.to_markdown())
 # %% [markdown]
 # Read the columns:
 #
-# - **validation loss**: mean and standard deviation over seeds. Ignore differences smaller than the spread.
+# - **validation loss**: mean and standard deviation across seeds. Ignore differences below the standard deviation.
 # - **quality**: DDP's loss divided by the strategy's.
 # - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by the strategy's.
 
@@ -66,9 +66,10 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # > sparta:p_sparta=0.01 sends 1/55 of DDP's bytes
 
 # %% [markdown]
-# ## How long may nodes train alone?
+# ## The interval between synchronizations
 #
-# `iid` gives all nodes the same mix of digits. With `dirichlet:0.3` each node mostly sees a few of the ten digits.
+# How long may nodes train alone? `iid` gives all nodes the same mix of digits. With `dirichlet:0.3` each node mostly
+# sees a few of the ten digits.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -94,8 +95,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # %% [markdown]
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
-# The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots.
-# If the nodes' data differ, training alone for longer costs more. This holds for this problem, this learning rate and
+# Here the best H is in the middle: with H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots, and
+# if the nodes' data differ, training alone for longer costs more. This holds for this problem, this learning rate and
 # 120 steps. [Results](../docs/results.md) has longer runs on text.
 #
 # On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
@@ -107,10 +108,10 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # ## A question
 #
-# SPARTA with `p_sparta=0.01` sends one number in a hundred in each step. Why is its reduction not 100?
+# SPARTA with `p_sparta=0.01` sends one number in a hundred in each step. Why isn't its reduction 100?
 #
-# **Answer.** At the end the nodes still differ, so they average all parameters once, to get one model. The 120 steps
-# send 1.2 P numbers, and the final synchronization P: 120 / 2.2 = 55. `fit(final_sync=False)` omits it.
+# **Answer.** At the end the nodes still differ, so they average all parameters once to get one model. The 120 steps
+# send 1.2 P numbers, and this final synchronization P more: 120 / 2.2 = 55. `fit(final_sync=False)` omits it.
 #
 # ## Next
 #

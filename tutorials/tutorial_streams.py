@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Endless streams
 #
-# Tokenize a folder of texts into files. Train four nodes on a stream without an end, with two strategies. Kill the
-# training, and continue it with the next example.
+# Tokenize a folder of texts into files, train four nodes on an endless stream with two strategies, kill the training,
+# and continue it with the next example.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extras `[language,examples]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -36,8 +36,7 @@ from exogym.models.gpt import CharGPT
 # %% [markdown]
 # ## A folder of texts
 #
-# Leave this cell out for your own folder. We cut Shakespeare's works into 40 files, and keep four of them for the
-# validation.
+# Skip this cell if you have your own folder. We split Shakespeare's works into 40 files, four of them for validation.
 
 # %%
 works = shakespeare().text
@@ -48,9 +47,9 @@ for i in range(40):
     (folder / f"{i:02d}.txt").write_text(works[i * size : (i + 1) * size], encoding="utf-8")
 
 # %% [markdown]
-# ## Tokens in files
+# ## Tokenize into files
 #
-# We train a small tokenizer on the texts. For a real model, take its own tokenizer: `AutoTokenizer.from_pretrained`.
+# We train a small tokenizer on the texts. For a real model, use its own: `AutoTokenizer.from_pretrained`.
 
 # %%
 tokenizer = ByteLevelBPETokenizer()
@@ -68,12 +67,12 @@ for folder in ("texts", "held_out"):
 # > held_out: 222,940 tokens in 446,008 bytes
 
 # %% [markdown]
-# ## A stream without an end
+# ## An endless stream
 #
 # An example is a block of 32 tokens from a random place. ExoGym needs a fixed order, so the place depends only on the
 # example's number. With `state_dict` and `load_state_dict`, a resumed run does not read the earlier examples again.
 #
-# The class is in a file, because we start a second Python process later.
+# The class is in a file because we start a second Python process later.
 
 # %%
 Path("blocks.py").write_text("""
@@ -109,9 +108,9 @@ print(f"{len(stream.tokens):,} places, and no end")
 # %% [markdown]
 # ## Two strategies
 #
-# Each run reads the stream from its start. Example k goes to node k mod 4. The blocks are random already, so ExoGym
-# need not shuffle them. Evaluations use held-out texts. DiLoCo averages every ten steps, without outer momentum,
-# because 20 averages are too few for momentum.
+# Each run reads the stream from its start, and example k goes to node k mod 4. The blocks are random already, so ExoGym
+# need not shuffle them. Evaluations use held-out texts. DiLoCo averages every ten steps, without outer momentum, for
+# which 20 averages are too few.
 
 
 # %%
@@ -139,9 +138,9 @@ figure.savefig("tutorial_streams.png", dpi=80)
 # %% [markdown]
 # ![The loss of held-out texts falls](../docs/images/tutorial_streams.png)
 #
-# ## Kill it, and continue
+# ## Kill the run, and continue
 #
-# A second Python process trains, and saves a checkpoint every 20 steps. We kill it after a checkpoint.
+# A second Python process trains and saves a checkpoint every 20 steps. We kill it after a checkpoint.
 
 # %%
 Path("train.py").write_text("""
@@ -177,7 +176,7 @@ print("killed:", process.returncode == -signal.SIGKILL)
 # > killed: True
 
 # %% [markdown]
-# The same command continues, here on two processes. Then we train once without an interruption.
+# Rerun the command to continue, here in two processes. Then we train once without an interruption.
 
 # %%
 continued, undisturbed = train("killed", 2), train("undisturbed", 1)
@@ -185,23 +184,23 @@ print("the same bits:", continued == undisturbed)
 # > the same bits: True
 
 # %% [markdown]
-# The checkpoint holds the stream's place. So each example was used once, as without the kill.
+# The checkpoint holds the position in the stream, so each example was used once, as without the kill.
 #
-# ## For real
+# ## On your own data
 #
 # [Data from files and streams](../docs/data.md) has the other sources: Hugging Face's streaming data sets, webdataset,
-# torchdata, tar files. It also has the rules about order, shuffling and memory. On other computers give the same
-# stream to a `NetworkTrainer`: every computer reads the files, and takes its nodes' examples.
+# torchdata, tar files. It also has the rules about order, shuffling and memory. On several computers, give the same
+# stream to a `NetworkTrainer`: every computer reads the files and takes its nodes' examples.
 #
 # ## Change something
 #
-# Remove `state_dict` and `load_state_dict` from `blocks.py`. Does the killed run still continue with the same bits?
-# What does it do first?
+# Remove `state_dict` and `load_state_dict` from `blocks.py`. Is the resumed run still bitwise identical? What does it
+# do first?
 #
 # ## A question
 #
 # `RandomBlocks` sets a generator for each example. Why not one generator for the whole iteration, as in
 # `random.Random(0)`?
 #
-# **Answer.** One generator gives a fixed order, too, so it is allowed. But its place is in the middle of its random
-# numbers. `state_dict` would have to save the generator's state; otherwise a resumed run reads all examples again.
+# **Answer.** One generator also gives a fixed order, so it is allowed. But `state_dict` would then have to save the
+# generator's state; otherwise a resumed run reads all earlier examples again.

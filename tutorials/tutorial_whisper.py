@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # Teach Whisper your voice, on several computers
+# # Fine-tune Whisper on your voice
 #
-# Teach Whisper unfamiliar voices and words with your own recordings. This tutorial shows every step with a *tiny random
-# model that understands nothing*. One line replaces it with the real model.
+# Teach Whisper unfamiliar voices and words with your own recordings, on one or several computers. This tutorial shows
+# every step with a *tiny random model that understands nothing*; one line replaces it with the real model.
 #
 # You need ExoGym [installed](../docs/getting_started.md#install), its extras `[whisper,examples]`, and the program
 # `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which reads texts aloud. Read [Four nodes on
@@ -91,7 +91,7 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # %% [markdown]
 # ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
-# Check the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
+# Check the word error rate too. With tiny.en and 96 lines it fell from 39 % to 23 %
 # ([measured](../docs/results.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
@@ -109,16 +109,16 @@ for network in ("wifi", "home"):
 # > three computers, home: ddp 1.35 times one computer, diloco 2.60 times one computer
 
 # %% [markdown]
-# ## Keep it
+# ## Save the model
 #
-# `save_pretrained` merges the narrow matrices and writes a folder for transformers.
+# `save_pretrained` merges the narrow matrices into the model and writes a folder for transformers.
 
 # %%
 model.save_pretrained("better")
 print("saved, for example", *sorted(path.name for path in Path("better").iterdir())[:2])
 
 # %% [markdown]
-# ## For real
+# ## With the real model
 #
 # ```
 # python run/whisper.py --data recordings --num_nodes 2 --save better
@@ -134,7 +134,7 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 #
 # ## A question
 #
-# Why is the window only one second longer than the longest clip, although Whisper was made for 30 seconds?
+# Why is the window only one second longer than the longest clip, although Whisper was made for windows of 30 seconds?
 #
-# **Answer.** The encoder computes over the whole window: a clip of 3 s in a window of 30 s wastes most of it. The
-# removed positions are fixed sines, so nothing must be learned again.
+# **Answer.** The encoder computes over the whole window, so a clip of 3 s in a window of 30 s wastes most of the work.
+# The removed positions are fixed sinusoids, so nothing must be learned again.
