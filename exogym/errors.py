@@ -153,11 +153,11 @@ ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
     "inner_lr": ("lr", {}),
 }
 # of torch's DataLoader, which a function with the argument `dataloader_kwargs` takes there
-_PACKAGE = os.path.dirname(__file__) + os.sep
 LOADER_ARGUMENTS = (
     "collate_fn", "drop_last", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
     "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn",
 )  # fmt: skip
+_PACKAGE = os.path.dirname(__file__) + os.sep
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -197,9 +197,9 @@ def checked(function: F) -> F:
                 vars(args[0])["given_arguments"] = {k: v for k, v in bound.items() if k != "self"}
             return function(*args, **kwargs)
         except ArgumentError as error:
-            if sys.flags.dev_mode or not _is_ours(error.__traceback__):
-                raise
-            raise error.with_traceback(None) from error.__cause__
+            if not sys.flags.dev_mode and _is_ours(error.__traceback__):
+                error.__traceback__ = None
+            raise  # not `from`, which would hide an error that the caller was handling
 
     return call  # type: ignore[return-value]
 

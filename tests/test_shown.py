@@ -52,6 +52,15 @@ def test_the_traceback_of_a_mistake_ends_at_the_users_call() -> None:
             communicate.all_reduce(torch.ones(1), op="summ")
 
     options: Any = {"max_steps": 1, "batch_size": 1}
-    # depth's call, the lambda, and one line of ours
-    assert depth(lambda: trainer.fit(DiLoCoStrategy(), num_nodes=0, **options)) == 3
+    # depth's call and the lambda
+    assert depth(lambda: trainer.fit(DiLoCoStrategy(), num_nodes=0, **options)) == 2
     assert depth(lambda: trainer.fit(Asks(), num_nodes=1, **options)) > 5  # a user's frame is inside
+
+
+def test_a_mistake_beside_another_error_shows_both() -> None:
+    with pytest.raises(ArgumentError) as found:
+        try:
+            raise KeyError("the user's own")
+        except KeyError:
+            LocalTrainer(torch.nn.Linear(1, 1), val_data=None)  # type: ignore[call-arg]
+    assert "the user's own" in "".join(traceback.format_exception(found.value))
