@@ -204,11 +204,16 @@ def retired(name: str, where: str = "") -> str | None:
     return None if found is None else f"it is retired: {found}"
 
 
+DEFAULTS = {"min_reports": 1, "buffers": "maintain"}  # of retired options whose defaults are neither None, 0 nor False
+
+
 def is_default(name: str, value: Any) -> bool:
     """Return whether a value is the default of a retired option of strategies.
 
     >>> is_default("secure_aggregation", False), is_default("over_sampling", 0.3), is_default("lr", None)
     (True, False, False)
+    >>> is_default("buffers", "maintain"), is_default("buffers", "reset")
+    (True, False)
     """
     is_retired = any(key.rpartition(".")[2] == name for key in RETIRED)
-    return is_retired and (value == 1 if name == "min_reports" else not value)
+    return is_retired and (value == DEFAULTS[name] if name in DEFAULTS else not value)
