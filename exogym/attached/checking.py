@@ -149,7 +149,7 @@ def _check_description(optimizer: Optimizer, strategy: Strategy) -> None:
     given = vars(strategy).get("given_arguments", {})
     spec, kind = strategy.inner.spec, type(optimizer)
     described = "inner_optim" in given or spec.cls is MuonAdamW
-    if described and not issubclass(kind, spec.cls):
+    if described and (spec.is_function or not issubclass(kind, spec.cls)):
         raise ArgumentError(
             f"the optimizer is {kind.__name__}, but {strategy!r} describes {spec!r}: leave inner_optim out of the "
             "strategy, or give optimizer=None"

@@ -61,7 +61,7 @@ class Moments:
 
     def __init__(self, spec: OptimSpec):
         named = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.ones(2))}
-        optimizer = OptimSpec(spec.cls, **spec.kwargs).build(named, hidden={"weight"})
+        optimizer = OptimSpec(spec.make, **spec.kwargs).build(named, hidden={"weight"})
         for p in named.values():
             p.grad = torch.ones_like(p)
         bare_step(optimizer)()  # without importing torch's compiler, which takes a second

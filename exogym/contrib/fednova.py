@@ -42,6 +42,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
 from exogym.strategy.fedprox import ProximalTerm
+from exogym.strategy.optim_groups import name_of
 from exogym.strategy.options import split
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Inner, Run
@@ -76,8 +77,8 @@ class EqualisedWork(RoundModule, Corrects):
     def _unknown(self) -> str | None:
         """Return why no a_i is known for the clients' optimizer, and the remedy, or None if a_i is known."""
         spec = self.inner.spec
-        if spec.cls is not torch.optim.SGD:
-            return f"no a_i is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"
+        if spec.make is not torch.optim.SGD:
+            return f"no a_i is known for {name_of(spec.make)}: take inner_optim='sgd', or FedAvg or FedOpt"
         if spec.kwargs.get("dampening"):
             return f"no a_i is known with dampening={spec.kwargs['dampening']}: leave it out"
         uneven = {name for _, options in spec.groups for name in options} - {"weight_decay", "lr"}

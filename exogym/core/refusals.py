@@ -172,6 +172,12 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "node in several processes",
+        "an optimizer from a function",
+        "the function would get parts of the parameters, with other shapes",
+        "describe the optimizer by a class: OptimSpec(cls, groups=[...], ...)",
+    ),
+    Refused(
+        "node in several processes",
         ('balance="nodes"', "balance without speeds"),
         "each node has its own processes, so a node's speed is known only after the model is split",
         "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out",

@@ -238,7 +238,8 @@ class CommunicateOptimizeStrategy(Strategy):
         return Clients(self.communication_modules, read_all)
 
     def features_in_parts(self) -> dict[str, str]:
-        return {name: said for module in self.modules for name, said in _of_parts(module).items()}
+        found = {name: said for module in self.modules for name, said in _of_parts(module).items()}
+        return super().features_in_parts() | found
 
 
 class Composition:
@@ -436,6 +437,8 @@ def _of_parts(module: Module) -> dict[str, str]:
         found["acts_on left unsaid"] = f"{name}, which does not say what it acts on"
     check_choice(f"{name}.acts_on", module.acts_on, ("elements", "tensors", "row"))
     spec = getattr(getattr(module, "rule", None), "spec", None)
-    if isinstance(spec, OptimSpec) and module.acts_on == "elements" and spec.acts_on != "elements":
+    if isinstance(spec, OptimSpec) and spec.is_function:
+        found["an optimizer from a function"] = f"outer_optim={spec!r}"
+    elif isinstance(spec, OptimSpec) and module.acts_on == "elements" and spec.acts_on != "elements":
         found["an outer optimizer of whole tensors"] = f"outer_optim={spec!r}, which looks at whole tensors"
     return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ class OptimSpec:
     """An optimizer class and its arguments, from which each node builds its own optimizer.
 
     Args:
-        cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`.
+        cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`. Or a function
+            that gets the list of a node's parameters (with `groups`, the list of parameter groups) and returns an
+            optimizer of exactly these parameters. It is also called with two small matrices, to learn the rate.
         groups: (pattern, options) pairs for parameter groups. The first pattern that matches a parameter sets the
             parameter's options. For all other options the parameter takes the optimizer's own arguments. A pattern is
             either a function of a parameter's name and the parameter, or text as for file names: "*.bias",
@@ -51,52 +53,94 @@ class OptimSpec:
             group's base rate, which schedules scale.
         **kwargs: the optimizer's own arguments. Their names must be arguments of `cls`.
 
+    Attributes:
+        make: the class or the function.
+        cls: the class of the optimizers.
+
     Raises:
-        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients. The error
-            comes when a node builds the optimizer, if a pattern matches no parameter or the optimizer lacks an option
-            of `groups`.
+        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients; or a
+            function returns anything but an optimizer of the parameters that it got. The error comes when a node builds
+            the optimizer, if a pattern matches no parameter or the optimizer lacks an option of `groups`.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
     >>> spec = OptimSpec("adamw", groups=[(lambda name, p: p.ndim < 2, {"weight_decay": 0.0})], lr=1e-3)
     >>> [group["weight_decay"] for group in spec.build(dict(nn.Linear(3, 2).named_parameters())).param_groups]
     [0.01, 0.0]
+    >>> OptimSpec(lambda params: torch.optim.SGD(params, lr=0.2)).base_lr()
+    0.2
     """
 
     def __init__(
-        self, cls: str | type[Optimizer], groups: Sequence[tuple[Pattern, dict[str, Any]]] = (), **kwargs: Any
+        self, cls: str | Callable[..., Optimizer], groups: Sequence[tuple[Pattern, dict[str, Any]]] = (), **kwargs: Any
     ):
         if isinstance(cls, str):
             if cls.lower() not in _NAMES:
                 raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}", choices=_NAMES)
             cls = _NAMES[cls.lower()]
-        if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
+        if not (issubclass(cls, Optimizer) if isinstance(cls, type) else callable(cls)):
             seen = f"an {type(cls).__name__} that is made already" if isinstance(cls, Optimizer) else repr(cls)
-            raise ArgumentError(f"an optimizer is a name, a torch.optim class or an OptimSpec, not {seen}")
-        if (need := _need(cls)) is not None:
-            raise ArgumentError(f"{cls.__name__} cannot be used here: {need}; take AdamW or SGD")
-        known = [name for name in inspect.signature(cls).parameters if name != "params"]
+            raise ArgumentError(
+                f"an optimizer is a name, a torch.optim class, a function of the parameters or an OptimSpec, not {seen}"
+            )
+        known = [*inspect.signature(cls).parameters]
+        known = [name for name in known if name != "params"] if isinstance(cls, type) else known[1:]
         for name in kwargs:
             if name not in known:
-                raise ArgumentError(f"{cls.__name__} has no argument {name!r}: {nearest(name, known)}")
+                raise ArgumentError(f"{name_of(cls)} has no argument {name!r}: {nearest(name, known)}")
         if groups:
             check_groups(groups)
-        self.cls = cls
+        self.make, self.kwargs = cls, kwargs
         self.groups = [(pattern, dict(options)) for pattern, options in groups]
-        self.kwargs = kwargs
+        small = [*_small().values()]
+        self.cls: type[Optimizer] = cls if isinstance(cls, type) else type(self._made(cls, small, kwargs, small))
+        if (need := _need(self.cls)) is not None:
+            raise ArgumentError(f"{self.cls.__name__} cannot be used here: {need}; take AdamW or SGD")
 
     def __repr__(self) -> str:
         pairs = (f"({name_of(pattern)}, {options!r})" for pattern, options in self.groups)
         groups = f", groups=[{', '.join(pairs)}]" if self.groups else ""
         arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
-        return f"OptimSpec({self.cls.__name__}{groups}{arguments})"
+        return f"OptimSpec({name_of(self.make)}{groups}{arguments})"
+
+    @property
+    def is_function(self) -> bool:
+        """Whether a function makes the optimizers."""
+        return not isinstance(self.make, type)
+
+    def _made(
+        self, make: Callable[..., Any], params: Any, kwargs: dict[str, Any], parameters: Collection[nn.Parameter]
+    ) -> Optimizer:
+        """Return what `make` makes of `params`, the `parameters` or groups of them.
+
+        Raises:
+            ArgumentError: this fails, or a function returns anything but an optimizer of exactly the `parameters`.
+        """
+        try:
+            with without_compiler():
+                made: Any = make(params, **kwargs)
+        except ArgumentError:
+            raise
+        except Exception as error:
+            raise ArgumentError(f"{self!r} cannot be built: {error}") from error
+        if isinstance(make, type):
+            return made
+        if not isinstance(made, Optimizer):
+            raise ArgumentError(f"{self!r} returned {made!r}, wanted a torch.optim.Optimizer of the parameters it got")
+        held = {id(p) for group in made.param_groups for p in group["params"]}
+        if held != {id(p) for p in parameters}:
+            raise ArgumentError(
+                f"{self!r} returned an optimizer of {len(held)} parameters, which are not the {len(parameters)} that "
+                "it got: make it from all of them, and freeze the parameters that must not change"
+            )
+        return made
 
     @staticmethod
-    def of(given: str | type[Optimizer] | OptimSpec, **overrides: Any) -> OptimSpec:
+    def of(given: str | Callable[..., Optimizer] | OptimSpec, **overrides: Any) -> OptimSpec:
         """Return an `OptimSpec` for an optimizer, with further arguments.
 
         Args:
-            given: the optimizer's name, its class, or an `OptimSpec`.
+            given: the optimizer's name, its class, a function that makes it, or an `OptimSpec`.
             **overrides: arguments to add; None values are ignored.
 
         Raises:
@@ -112,7 +156,7 @@ class OptimSpec:
                     f"{name} is given twice: {kwargs[name]!r} in {spec!r} and {value!r} as an argument; drop one"
                 )
             kwargs[name] = value
-        return OptimSpec(spec.cls, spec.groups, **kwargs)
+        return OptimSpec(spec.make, spec.groups, **kwargs)
 
     def base_lr(self) -> float:
         """Return the optimizer's learning rate, which applies to each parameter whose group sets no rate.
@@ -120,9 +164,7 @@ class OptimSpec:
         Raises:
             ArgumentError: the optimizer cannot be built, or has no learning rate.
         """
-        alone = OptimSpec(self.cls, **self.kwargs)
-        both = {name: nn.Parameter(torch.zeros(1, 1)) for name in ("rest", "hidden")}
-        group = alone.build(both, hidden={"hidden"}).param_groups[0]
+        group = OptimSpec(self.make, **self.kwargs).build(_small(), hidden={"hidden"}).param_groups[0]
         if not isinstance(group.get("lr"), int | float | torch.Tensor):
             raise ArgumentError(
                 f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), but schedules and records need one: "
@@ -148,20 +190,14 @@ class OptimSpec:
         named = parameters if isinstance(parameters, Mapping) else {str(k): p for k, p in enumerate(parameters)}
         kwargs = dict(self.kwargs)
         chosen = any(kwargs.get(name) is not None for name in ("fused", "foreach", "differentiable"))
-        if self.cls in FUSED and may_fuse and not chosen and can_fuse(named.values()):
+        if self.make in FUSED and may_fuse and not chosen and can_fuse(named.values()):
             kwargs["fused"] = True
-        cls = FusedSGD if self.cls is torch.optim.SGD and kwargs.get("fused") else self.cls
+        make = FusedSGD if self.make is torch.optim.SGD and kwargs.get("fused") else self.make
         params: Any = list(named.values())
-        if self.groups or issubclass(self.cls, HiddenAdamW):
-            flag = self.cls.flag if issubclass(self.cls, HiddenAdamW) else ""
+        flag = self.cls.flag if issubclass(self.cls, HiddenAdamW) and not self.is_function else ""
+        if self.groups or flag:
             params = grouped(self.groups, named, flag, hidden)
-        try:
-            with without_compiler():
-                optimizer = cls(params, **kwargs)
-        except ArgumentError:
-            raise
-        except Exception as error:
-            raise ArgumentError(f"{self!r} cannot be built: {error}") from error
+        optimizer = self._made(make, params, kwargs, named.values())
         for _, options in self.groups:
             for name in options:
                 if name not in optimizer.defaults:
@@ -169,7 +205,8 @@ class OptimSpec:
                         f"groups: {name!r} is not an option of {self.cls.__name__}'s groups: "
                         f"{nearest(name, optimizer.defaults)}"
                     )
-        if not is_torchs(cls) and callable(getattr(optimizer, "train", None)):  # schedule-free optimizers need the call
+        kind = type(optimizer)
+        if not is_torchs(kind) and callable(getattr(optimizer, "train", None)):  # schedule-free ones need the call
             optimizer.train()  # type: ignore[attr-defined]
         try:
             return remember_as_built(optimizer)
@@ -179,7 +216,7 @@ class OptimSpec:
     @property
     def acts_on(self) -> str:
         """Return "elements" if cutting a tensor in two does not change the optimizer's steps, otherwise "tensors"."""
-        return acts_on(OptimSpec(self.cls, **self.kwargs))
+        return acts_on(OptimSpec(self.make, **self.kwargs))
 
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
         """Take trial steps on copies of the parameters, unless the optimizer is torch's own.
@@ -208,6 +245,11 @@ def remember_as_built(optimizer: Optimizer) -> Optimizer:
         built = packed_beside(optimizer)
     optimizer.as_built = built  # type: ignore[attr-defined]
     return optimizer
+
+
+def _small() -> dict[str, nn.Parameter]:
+    """Return two small matrices, by name, on which optimizers are tried."""
+    return {name: nn.Parameter(torch.zeros(1, 1)) for name in ("rest", "hidden")}
 
 
 def _need(cls: type[Optimizer]) -> str | None:

@@ -81,5 +81,5 @@ def _near(pattern: Pattern, names: list[str]) -> str:
     return f"there are: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
-def name_of(pattern: Pattern) -> str:
+def name_of(pattern: str | Callable[..., Any]) -> str:
     return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", type(pattern).__name__)

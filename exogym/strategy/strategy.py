@@ -120,7 +120,8 @@ class Strategy(OneNode):
     """Base class of strategies written for one node. A subclass overrides `step`.
 
     Args:
-        inner_optim: a name, an optimizer class or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
+        inner_optim: a name, an optimizer class, a function of the parameters or an `OptimSpec`, which describes all of
+            these; "muon" is `exogym.strategy.muon.MuonAdamW`.
         lr, inner_lr: two names for the inner optimizer's learning rate. None means 0.1 for 'sgd', otherwise the
             optimizer's default.
         max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None means no
@@ -283,4 +284,6 @@ class Strategy(OneNode):
 
         Only such runs call this method, because it takes trial steps of the outer optimizer.
         """
-        return {}
+        return (
+            {"an optimizer from a function": f"inner_optim={self.inner.spec!r}"} if self.inner.spec.is_function else {}
+        )

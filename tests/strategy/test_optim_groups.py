@@ -16,9 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, attach
 from exogym.core.communicator import Communicator
 from exogym.core.fleet.layout import hidden_matrices
+from exogym.core.training.options import describe
 from exogym.errors import ArgumentError
 from exogym.models import CharGPT, SmallCNN
 from exogym.strategy import (
@@ -26,6 +27,7 @@ from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
+    FedNovaStrategy,
     OptimSpec,
     SimpleReduceStrategy,
     SPARTAStrategy,
@@ -469,3 +471,92 @@ def test_the_mean_of_whole_numbers_is_refused(call: str) -> None:
     with pytest.raises(ArgumentError, match=r"op='mean' of torch.int64"):
         comm.sum_decoded([x], lambda part: part, "mean")
     assert getattr(comm, call)(x, op="sum")[0].flatten()[0] == 2
+
+
+# Functions of the parameters
+
+
+def adamw_of(params: Any, lr: float = 0.02) -> Optimizer:
+    """No weight decay for biases, as a script would write it."""
+    decayed, others = ([p for p in params if (p.ndim < 2) == is_bias] for is_bias in (False, True))
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": lr / 2}],
+        lr=lr,
+        weight_decay=0.3,
+        fused=True,
+    )
+
+
+def spec_of_adamw(lr: float) -> OptimSpec:
+    return OptimSpec("adamw", groups=[(no_bias, {"weight_decay": 0.0, "lr": lr / 2})], lr=lr, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("schedule", [None, "cosine"])
+def test_a_function_trains_as_its_description(schedule: str | None) -> None:
+    """The groups of a function are its own; the schedule scales their rates."""
+
+    def trained(inner: Any) -> torch.Tensor:
+        return train(DiLoCoStrategy(inner, H=2, lr_scheduler=schedule), num_nodes=3).rows
+
+    assert torch.equal(trained(adamw_of), trained(spec_of_adamw(0.02)))
+    given = OptimSpec(adamw_of, lr=0.05)
+    assert torch.equal(trained(given), trained(spec_of_adamw(0.05)))
+    assert (
+        repr(given) == "OptimSpec(adamw_of, lr=0.05)"
+        and describe(DiLoCoStrategy(adamw_of))["inner_optim"] == "adamw_of"
+    )
+    assert torch.equal(trained(functools.partial(adamw_of, lr=0.05)), trained(given))
+
+
+def test_a_function_gets_the_groups_of_its_description() -> None:
+    def sgd_of(params: Any) -> Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+    groups = [(no_bias, {"lr": 0.01})]
+    ends = [train(DiLoCoStrategy(OptimSpec(made, groups=groups, **more), H=2), num_nodes=2).rows for made, more in
+            ((sgd_of, {}), ("sgd", {"lr": 0.1, "fused": False}))]  # fmt: skip
+    assert torch.equal(*ends)
+
+
+def test_a_function_may_make_the_outer_optimizer() -> None:
+    ends = [
+        train(DiLoCoStrategy("sgd", H=2, lr=0.1, outer_optim=outer, outer_lr=lr), num_nodes=2).rows
+        for outer, lr in ((lambda params: torch.optim.Adam(params, lr=0.1, fused=True), None), ("adam", 0.1))
+    ]
+    assert torch.equal(*ends)
+
+
+KEPT = nn.Linear(2, 2)
+WRONG: dict[str, tuple[Any, str]] = {
+    "nothing": (lambda params: None, "returned None, wanted a torch.optim.Optimizer of the parameters it got"),
+    "others": (
+        lambda params: torch.optim.SGD(KEPT.parameters(), 0.1),
+        "not the 2 that it got: make it from all of them",
+    ),
+    "some": (lambda params: torch.optim.SGD(params[:1], 0.1), "an optimizer of 1 parameters, which are not the 2"),
+    "an error": (lambda params: torch.optim.SGD(params, lr=-1), "cannot be built: Invalid learning rate"),
+    "closure": (lambda params: torch.optim.LBFGS(params), "LBFGS cannot be used here"),
+    "no argument": (lambda: None, "cannot be built"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_function_that_makes_no_optimizer_of_its_parameters_is_refused(name: str) -> None:
+    make, said = WRONG[name]
+    with pytest.raises(ArgumentError, match=said):
+        DiLoCoStrategy(make)
+
+
+def test_a_function_has_no_rate_beside_its_arguments() -> None:
+    with pytest.raises(ArgumentError, match="has no argument 'lr'"):
+        DiLoCoStrategy(lambda params: torch.optim.SGD(params, lr=0.1), lr=0.2)
+
+
+def test_functions_are_refused_where_the_optimizer_s_arguments_count() -> None:
+    with pytest.raises(ArgumentError, match=r"no a_i is known for .*<lambda>"):
+        FedNovaStrategy(lambda params: torch.optim.SGD(params, lr=0.1))
+    model = Regressor()
+    with pytest.raises(ArgumentError, match="leave inner_optim out of the strategy"):
+        attach(model, torch.optim.AdamW(model.parameters()), DiLoCoStrategy(adamw_of))
+    for strategy in (DiLoCoStrategy(adamw_of), DiLoCoStrategy(outer_optim=adamw_of)):
+        assert "an optimizer from a function" in strategy.features_in_parts()

@@ -687,7 +687,10 @@ REFUSED = {
     "late statistics": (LateStatistics, "make them in __init__"),
     "growing buffer": (Growing, "make them in __init__"),
     "overlapping": (Overlapping, "'a' and 'b' overlap"),
-    "sparse gradient": (lambda: FromEmbedding(True), "sparse"),
+    "sparse gradient": (
+        lambda: FromEmbedding(True),
+        "the gradient of 'table.weight' is sparse, wanted a dense one: create the layer without sparse=True",
+    ),
     "all frozen": (all_frozen, "depend on any trainable parameter"),
     "detached": (Detached, "depend on any trainable parameter"),
 }
