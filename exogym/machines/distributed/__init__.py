@@ -16,6 +16,9 @@ False
 >>> x = torch.tensor([1.0, 2.0])
 >>> all_gather(x)[0].tolist(), gather(x)[0].tolist(), scatter([x]).tolist(), reduce_scatter(x).tolist()
 ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
+>>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
+>>> with no_sync(model):
+...     model(x).sum().backward()  # adds up gradients without sending them
 >>> barrier()
 >>> destroy_process_group()
 >>> with tempfile.TemporaryDirectory() as folder:
