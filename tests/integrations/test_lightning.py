@@ -187,6 +187,26 @@ def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
     ends_where_fit_does(train, monkeypatch)
 
 
+def test_a_checkpoint_holds_the_averaged_model_too(tmp_path):
+    """By the callback of docs/attach.md. With one step of DDP, the average is every node's model."""
+
+    def body(rank):
+        class SaveAverage(lightning.Callback):
+            def on_save_checkpoint(self, trainer, module, checkpoint):
+                checkpoint["average"] = module.callback.nodes.model_of(None).state_dict()
+
+        found = []
+        for name in ("diloco", "ddp"):
+            trained(name, tmp_path / name, rank, 7, module=Epochs, callbacks=[SaveAverage()])
+            saved = torch.load(tmp_path / name / f"node-{rank}" / "at-6.ckpt", weights_only=True)
+            found += [saved[part]["net.last.weight"].tolist() for part in ("state_dict", "average")]
+        return found
+
+    first, second = in_world(2, tmp_path / "world", body)
+    assert first[1] == second[1] and first[0] != second[0] and first[0] != first[1]
+    assert first[2] == first[3] == second[2] == second[3]
+
+
 def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(progress, "_printed", set())
     callback = ExoGymCallback(DiLoCoStrategy(H=4))

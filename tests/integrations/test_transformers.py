@@ -32,7 +32,7 @@ from exogym.data import IterableData
 from exogym.errors import ArgumentError, DataError
 from exogym.integrations.dealing import GradientWeight
 from exogym.integrations.transformers import ExoGymCallback
-from exogym.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy
+from exogym.strategy import DeMoStrategy, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint
 
 
@@ -142,6 +142,29 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(name, tmp_path):
         in_world(2, tmp_path / "killed", lambda rank: train(rank, killed=10))
     resumed = in_world(2, tmp_path / "again", lambda rank: train(rank, resume=8))
     assert resumed == [simulate(name, 2, 14, gpt2, windows)] * 2
+
+
+def test_a_checkpoint_holds_the_averaged_model_too(tmp_path):
+    """By the callback of docs/attach.md."""
+
+    def body(rank):
+        class SaveAverage(transformers.TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                folder = f"{args.output_dir}/checkpoint-{state.global_step}/average"
+                callback.nodes.model_of(None).save_pretrained(folder)
+
+        callback = ExoGymCallback(FedAvgStrategy(H=100))
+        args = arguments(tmp_path, rank, 5, save_strategy="steps", save_steps=4)
+        trainer = transformers.Trainer(
+            gpt2(), args, train_dataset=callback.deal(windows()), callbacks=[callback, SaveAverage()]
+        )
+        trainer.train()
+        ends = [f"{args.output_dir}/checkpoint-4{part}" for part in ("", "/average")]
+        return [transformers.GPT2LMHeadModel.from_pretrained(end).transformer.wpe.weight.tolist() for end in ends]
+
+    (own, average), (other, same) = in_world(2, tmp_path / "world", body)
+    assert average == same and own != other
+    torch.testing.assert_close(torch.tensor(average), (torch.tensor(own) + torch.tensor(other)) / 2)
 
 
 def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, monkeypatch):

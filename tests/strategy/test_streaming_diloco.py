@@ -108,7 +108,7 @@ def trace(delay: int, alpha: float, offsets: Sequence[int]) -> list[list[float]]
 def test_torchfts_traces(delay: int, alpha: float) -> None:
     """torchft sends `delay` steps before the multiples of H/F and applies at them; fragment 0 comes first."""
     wanted = [values(text) for text in TRACES[delay, alpha]]
-    assert trace(delay, alpha, [3 - delay, (6 - delay) % 6]) == wanted
+    assert trace(delay, alpha, [((k + 1) * 6 // 2 - delay) % 6 for k in range(2)]) == wanted  # docs/compared.md
     if alpha < 1:
         assert trace(delay, alpha, [2 - delay, (5 - delay) % 6]) != wanted
 
