@@ -66,7 +66,7 @@ for row in advice.rows:
 # > ddp: 40.50 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# `speedup` compares examples per second. To know the loss you must train.
+# `speedup` compares examples per second. To learn about the loss, you must train.
 #
 # How fast must the network be? We plot the speed-up against the bandwidth, with 20 ms of latency:
 

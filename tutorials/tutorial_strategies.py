@@ -95,8 +95,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # %% [markdown]
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
-# Here the best H is in the middle: with H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots, and
-# if the nodes' data differ, training alone for longer costs more. This holds for this problem, this learning rate and
+# Here the best H is in the middle. With H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots, and
+# a large H costs more if the nodes' data differ. This holds for this problem, this learning rate and
 # 120 steps. [Results](../docs/results.md) has longer runs on text.
 #
 # On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
