@@ -25,7 +25,7 @@ from PIL import Image, ImageChops
 from selenium import webdriver
 
 MOST_BYTES = 100_000
-COLOURS = 96
+COLOURS = 128
 WIDE, PHONE = (1100, 1000), (390, 844)
 SCRIPT = """
 import sys, time
@@ -79,16 +79,15 @@ PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is the
     "compare": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
     "two": ("#/compare/comparison%2Fddp-seed-0&comparison%2Fdiloco-H-10-seed-0",
             "document.querySelectorAll('#differences tbody tr').length > 4 && "
-            "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
+            "document.querySelectorAll('.chart:not([hidden]) canvas').length > 0"),
     "alive": ("#/run/alive", "document.getElementById('standing')?.textContent.includes('done at about')"),
     "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12"),
     "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(r => r.textContent.includes('bit/s'))"
               ".length == 2"),
-    "new": ("#/new?command=compare&strategies=ddp,diloco:H=20,fedavg&num_nodes=4&max_steps=200&network=wifi",
-            "document.getElementById('plan')?.textContent && "
-            "(document.querySelectorAll('.card > details')[1].open = true)"),
-    "dark": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
-    "phone": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
+    "new": ("#/new?line=compare+--strategies+ddp,diloco:H=20,fedavg+--nodes+4+--steps+200+--network+wifi",
+            "document.getElementById('plan')?.textContent"),
+    "dark": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
+    "phone": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
 }  # fmt: skip
 ELEMENTS = """
 const texts = (selector) => [...document.querySelectorAll(selector)].filter((one) => one.checkVisibility())

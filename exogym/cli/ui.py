@@ -6,7 +6,6 @@ import importlib.util
 import os
 import sys
 import webbrowser
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ OURS = ("out", "resume", "estimate", "debug", "help")  # their options that the 
 BASIC = (
     *("dataset", "strategies", "strategy", "axes", "num_nodes", "max_steps", "batch_size", "seeds", "lr"),
     *("partitioner", "network", "device"),
-)  # the form shows these first
+)  # the page names these first
 
 
 def ui(
@@ -77,15 +76,12 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
     from exogym.cli.values import DATASETS
     from exogym.data.partition import FORMS
     from exogym.network import PRESETS
-    from exogym.options import FitOptions, written_as
     from exogym.study.compare.asked import PASSED_AS_TEXT
     from exogym.study.compare.catalog import choices_of
 
     texts = [name for name, kind in PASSED_AS_TEXT.items() if kind is str]
-    choices = {name: choices_of(name) for name in (*texts, "engine")} | {"dataset": list(DATASETS)}
-    kinds = PASSED_AS_TEXT | {f.name: written_as(f.name) for f in fields(FitOptions) if f.name != "_"}
     examples = {"partitioner": list(FORMS), "network": list(PRESETS), "device": ["auto", "cpu", "cuda", "mps"]}
-    offered = examples | choices
+    offered = examples | {name: choices_of(name) for name in (*texts, "engine")} | {"dataset": list(DATASETS)}
     commands: Any = context.find_root().command
     forms = {}
     for command in COMMANDS:
@@ -95,9 +91,8 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
                 "name": option.name, "help": option.help or "",
                 "flag": (option.secondary_opts if option.is_flag and option.default else option.opts)[0],
                 "default": option.default if isinstance(option.default, str | int | float) else None,
-                "required": option.required, "multiple": option.multiple, "is_flag": option.is_flag,
-                "kind": getattr(kinds.get(option.name), "__name__", "str"), "choices": offered.get(option.name, []),
-                "is_open": option.name not in choices, "is_basic": option.name in BASIC,
+                "multiple": option.multiple, "is_flag": option.is_flag,
+                "choices": offered.get(option.name, []), "is_basic": option.name in BASIC,
             }
             for option in options
         ]  # fmt: skip

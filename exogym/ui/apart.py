@@ -91,7 +91,7 @@ class Apart:
         self._checker = None
         self._forget(process)
         why = f"took over {CHECK_S:g} s" if is_late else "ended its process, which may have needed too much memory"
-        return {"errors": [{"error": f"the check of these options {why}: choose smaller numbers"}], "plan": ""}
+        return {"error": f"the check of these options {why}: choose smaller numbers", "plan": ""}
 
     def run(self, words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
         """Run an `exogym` command. Return its exit status, output and errors.

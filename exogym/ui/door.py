@@ -15,7 +15,7 @@ import contextlib
 import ipaddress
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,7 +25,7 @@ MOST_WAITING, MOST_OF_ONE_ADDRESS = 256, 128
 AT_ONCE = 16  # connections accepted before the next read of data; must be below the limits above
 QUEUE = 1024  # connections that the system holds until they are accepted
 LINE_S = 60.0  # seconds between two lines of a log
-LOG = logging.getLogger("uvicorn.error")
+LOG, ASYNCIO = logging.getLogger("uvicorn.error"), logging.getLogger("asyncio")
 Place = tuple[str, int]
 
 
@@ -94,7 +94,7 @@ class Seldom(logging.Filter):
     For a system error, such as too many open files, the filter also removes the traceback.
 
     >>> log = logging.getLogger("example")
-    >>> with seldom(log):
+    >>> with filtered(log, Seldom()):
     ...     [log.filter(logging.LogRecord("x", logging.WARNING, "", 1, "no", (), None)) for _ in range(3)]
     [True, False, False]
     """
@@ -116,15 +116,14 @@ class Seldom(logging.Filter):
 
 
 @contextlib.contextmanager
-def seldom(*logs: logging.Logger) -> Iterator[None]:
-    """Inside the block, limit these logs to one line per level and minute."""
-    filters = [(log, Seldom()) for log in logs]
-    for log, one in filters:
+def filtered(log: logging.Logger, *filters: Callable[[logging.LogRecord], bool] | logging.Filter) -> Iterator[None]:
+    """Inside the block, filter what a log writes."""
+    for one in filters:
         log.addFilter(one)
     try:
         yield
     finally:
-        for log, one in filters:
+        for one in filters:
             log.removeFilter(one)
 
 

@@ -22,7 +22,7 @@ POST /api/check                   the errors in a command's options, and the run
 POST /api/estimate                the time and memory that a command needs, from a short trial
 POST /api/runs/NAME/stop          stop a run
 POST /api/runs/NAME/resume        resume a run
-POST /api/runs/NAME/notes         save a run's note, tags and title
+POST /api/runs/NAME/notes         save a run's note, tags and title, each if it is given
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import math
 import reprlib
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -60,7 +59,7 @@ from exogym.progress import notice
 from exogym.study import runs
 from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced
-from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
+from exogym.ui.door import ASYNCIO, AT_ONCE, LOG, QUEUE, Gate, Seldom, filtered
 from exogym.ui.guard import Guard
 from exogym.ui.health import health_of
 from exogym.ui.lines import as_text, newest_events, some_of
@@ -139,7 +138,8 @@ def serve(
             http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # fixed: other packages change nothing
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
-        with seldom(LOG, logging.getLogger("asyncio")), _quiet(over):
+        # Once the server is over, uvicorn cuts open answers off and would log tracebacks.
+        with filtered(LOG, Seldom(), lambda record: not over.is_set()), filtered(ASYNCIO, Seldom()):
             _PageServer(config, over, starter).run(sockets=[sock])
 
 
@@ -166,20 +166,6 @@ class _PageServer(uvicorn.Server):
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
         self.over.set()
         super().handle_exit(number, frame)
-
-
-@contextlib.contextmanager
-def _quiet(over: threading.Event) -> Iterator[None]:
-    """Silence uvicorn's log once `over` is set. It then cuts open answers off and would log tracebacks."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not over.is_set()
-
-    LOG.addFilter(keep)
-    try:
-        yield
-    finally:
-        LOG.removeFilter(keep)
 
 
 def application(
@@ -306,28 +292,23 @@ def application(
             raise HTTPException(400, f"the body has an unknown field {shown}: send {', '.join(names)}")
         return asked
 
-    async def start(request: Request) -> Response:
-        asked = await told(request, "command", "options")
-        words = asked.get("command"), asked.get("options")
-        return await run_in_threadpool(change, lambda: {"pid": _own(starter).start(*words)}, 202)
+    def commanded(answer: Callable[..., Any], status: int = 200) -> Callable[[Request], Awaitable[Response]]:
+        """Return a view that calls `answer` with the starter, and with a command and its options from the body."""
 
-    async def check(request: Request) -> Response:
-        asked = await told(request, "command", "options")
-        words = asked.get("command"), asked.get("options")
-        return await run_in_threadpool(change, lambda: _own(starter).check(*words), 200)
+        async def act(request: Request) -> Response:
+            asked = await told(request, "command", "options")
+            words = asked.get("command"), asked.get("options")
+            return await run_in_threadpool(change, lambda: answer(_own(starter), *words), status)
 
-    async def estimate(request: Request) -> Response:
-        asked = await told(request, "command", "options")
-        words = asked.get("command"), asked.get("options")
-        return await run_in_threadpool(change, lambda: _own(starter).estimate(*words), 200)
+        return act
 
     async def notes(request: Request) -> Response:
         asked = await told(request, "tags", "note", "title")
         path = await run_in_threadpool(_folder, shelf, request)
         _own(starter)
         try:
-            now = Notes(asked.get("tags", ()), asked.get("note", ""), asked.get("title", read_notes(path).title))
-            if not await run_in_threadpool(_is_listed, shelf, request):
+            now = Notes(**(asdict(read_notes(path)) | asked))
+            if request.path_params["name"] not in {row["name"] for row in await run_in_threadpool(shelf.all)}:
                 raise HTTPException(404, f"found no run {request.path_params['name']!r}")
             await run_in_threadpool(write_notes, path, now)
         except ArgumentError as error:
@@ -361,9 +342,10 @@ def application(
 
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
-        Route("/api/forms", all_forms), Route("/api/started", started), Route("/api/start", start, methods=["POST"]),
-        Route("/api/strategies", strategies), Route("/api/check", check, methods=["POST"]),
-        Route("/api/estimate", estimate, methods=["POST"]),
+        Route("/api/forms", all_forms), Route("/api/strategies", strategies), Route("/api/started", started),
+        Route("/api/start", commanded(lambda *asked: {"pid": Starter.start(*asked)}, 202), methods=["POST"]),
+        Route("/api/check", commanded(Starter.check), methods=["POST"]),
+        Route("/api/estimate", commanded(Starter.estimate), methods=["POST"]),
         *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
         Route("/api/runs/{name:path}/notes", notes, methods=["POST"]), Route("/api/hosts", all_hosts),
         *(
@@ -389,10 +371,6 @@ def _own(starter: Starter | None) -> Starter:
     if starter is None:
         raise HTTPException(403, "this page only reads: start exogym ui without --read-only")
     return starter
-
-
-def _is_listed(shelf: RunShelf, request: Request) -> bool:
-    return any(row["name"] == request.path_params["name"] for row in shelf.all())
 
 
 def _watched(shelf: RunShelf) -> Iterator[dict[str, Any]]:

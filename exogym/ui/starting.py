@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,10 @@ from exogym.core.base.processes import is_alive
 from exogym.core.record.run_folder import RESUME
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.files import end_of, new_folder
-from exogym.options import in_full
 from exogym.record import read_status
 from exogym.study.runs import what_is
 from exogym.ui.apart import Apart
-from exogym.ui.repeat import axes_lines, folder_of
+from exogym.ui.repeat import folder_of
 
 LOGS = ".started"  # in the runs folder: outputs of started commands
 TAIL_BYTES = 4096
@@ -74,14 +74,9 @@ class Starter:
 
     @functools.cached_property
     def strategies(self) -> dict[str, Any]:
-        """The `strategies` (`exogym.study.compare.catalog`) and all `options`. A strategy has its options' indices."""
         from exogym.study.compare.catalog import catalog  # loads torch
 
-        found, options = catalog(), list[dict[str, Any]]()
-        for about in found.values():
-            options += [option for option in about["options"] if option not in options]
-            about["options"] = [options.index(option) for option in about["options"]]
-        return {"strategies": found, "options": options}
+        return catalog()
 
     def close(self) -> None:
         """End the processes that check and estimate. Started commands continue."""
@@ -203,7 +198,7 @@ class Starter:
                 without a script.
             CannotStart: a script, code or a file is needed, but `allow_code` is False.
         """
-        kind, about = what_is(path)
+        _, about = what_is(path)
         until = time.monotonic() + (0.0 if about.get("state") == "running" else PATIENCE_S)
         while _is_running(path):
             if time.monotonic() >= until:
@@ -212,25 +207,11 @@ class Starter:
         saved = about.get("arguments")
         if not isinstance(saved, dict):
             return self._run_again(path, about)
-        command = "sweep" if kind == "sweep" else "compare"
-        names = {option["name"] for option in self.forms[command]}
-        given: dict[str, Any] = {name: x for name, x in in_full(saved).items() if name in names and x is not None}
-        given |= {
-            o["name"]: given[o["name"]] != o["default"]
-            for o in self.forms[command]
-            if o["is_flag"] and o["name"] in given
-        }
-        given["dataset"] = saved.get("problem")
-        if kind == "sweep":
-            given["axes"] = axes_lines(saved.get("axes"))
-        seeds = given.get("seeds")
-        if isinstance(seeds, list) or not isinstance(given["dataset"], str):
+        if not _asked_by_command(about):
             raise ArgumentError(f"{path.name} was started from Python: continue it in Python with resume=True")
-        if isinstance(given.get("speeds"), list):
-            given["speeds"] = ",".join(map(str, given["speeds"]))
-        if isinstance(given.get("strategies"), list):
-            given["strategies"] = ",".join(map(str, given["strategies"]))
-        return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
+        command, options = itemgetter("command", "options")(self.again(path))
+        words = self.arguments(command, options | {"dataset": saved["problem"]})
+        return self._start(command, [command, *words, f"--out={path}", "--resume"])
 
     def _run_again(self, path: Path, about: Mapping[str, Any]) -> int:
         """Start a run's script again. An environment variable makes it resume (`training.options.asked_to_go_on`)."""

@@ -64,11 +64,8 @@ class NodesPicture:
 
     def __init__(self) -> None:
         self._steps: list[int] = []  # first step of each column
-        self._each, self._filled, self._step = (
-            1,
-            0,
-            -1,
-        )  # steps per column; steps in the last column so far; newest step
+        self._each, self._filled = 1, 0  # steps per column; steps in the last column so far
+        self._step = -1  # the newest
         self._loss: dict[int, np.ndarray] = {}  # losses of the first nodes
         self._begun = 0  # columns begun so far
         self._last = -1  # the last of these nodes
@@ -159,11 +156,7 @@ class NodesPicture:
     def found(self) -> Row:
         shown, many = sorted(self._loss), len(self._steps)
         wide = min(many, MOST_COLUMNS)
-        loss: list[list[float | None]] = [[None] * wide for _ in shown]
-        for row, node in zip(loss, shown, strict=True):
-            for k, value in enumerate(self._loss[node][:many].tolist()):
-                if not math.isnan(value):
-                    row[k * wide // many] = float(f"{value:.4g}")
+        loss = [_in_columns(self._loss[node][:many], wide) for node in shown]
         columns = [self._steps[(k * many + wide - 1) // wide] for k in range(wide)]
         return {"steps": columns, "nodes": shown, "of": self._of, "loss": loss} | self._crowd(wide) | self._shares()
 
@@ -172,12 +165,8 @@ class NodesPicture:
         if self._of <= MOST_NODES:
             return {}
         self._settle()
-        many, band = len(self._steps), dict[str, list[float | None]]()
-        for name, values in zip(QUANTILES, self._band[:, :many].tolist(), strict=True):
-            band[name] = [None] * wide
-            for k, value in enumerate(values):
-                if not math.isnan(value):
-                    band[name][k * wide // many] = float(f"{value:.4g}")
+        shown = self._band[:, : len(self._steps)]
+        band = {name: _in_columns(values, wide) for name, values in zip(QUANTILES, shown, strict=True)}
         worst = sorted(self._newest.items(), key=lambda item: -item[1][1])[:WORST]
         return {"band": band, "worst": [{"node": node, "loss": loss} for node, (_, loss) in worst]}
 
@@ -202,6 +191,15 @@ class NodesPicture:
         steps = [step for step, _ in told[1:]]
         own: Row = {"stood": [list(pair) for pair in stood]} if stood else {}
         return {"share_steps": steps, "shares": found if steps else {}} | own
+
+
+def _in_columns(values: np.ndarray, wide: int) -> list[float | None]:
+    """Return the values in `wide` columns: each column's last value, or None if it has only NaN."""
+    found: list[float | None] = [None] * wide
+    for k, value in enumerate(values.tolist()):
+        if not math.isnan(value):
+            found[k * wide // len(values)] = float(f"{value:.4g}")
+    return found
 
 
 def timeline_of(
@@ -283,7 +281,7 @@ def verdict_of(path: Path) -> Row:
         rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; `rows` is [] until the first run has
             ended.
         members: {name of a run: the label of its strategy or cell}.
-        colors: {label: [color, color on a dark page, whether the line is dashed]}.
+        colors: {label: [color, color on a dark page, the lengths of the line's dashes and gaps]}.
     """
     kind, about = runs.what_is(path)
     labels = about.get("cells" if kind == "sweep" else "strategies")
@@ -298,7 +296,7 @@ def verdict_of(path: Path) -> Row:
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
     looks = looks_of(list(labels), are_strategies=kind == "comparison")
-    colors = {label: [look.color, look.dark, bool(look.dash)] for label, look in looks.items()}
+    colors = {label: [look.color, look.dark, look.dash] for label, look in looks.items()}
     if found is None:
         return {"rows": [], "verdict": "", "members": members, "colors": colors}
     return {"rows": found.rows, "verdict": found.verdict, "target_loss": found.target_loss, "target": found.target,

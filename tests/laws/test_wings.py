@@ -103,7 +103,7 @@ BEYOND: dict[str, str] = {
         exogym.strategy.averaging: spread
         exogym.strategy.names: short_names
         exogym.strategy.registry: DEFAULTS averages_of unknown written_options
-        exogym.strategy.strategy: Inner InnerOptions
+        exogym.strategy.strategy: Inner
         exogym.strategy.traffic: ModelSize Plan Traffic
     """,
     "cli": """
@@ -126,7 +126,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 42, "cli": 35}  # names of each wing in `BEYOND`
+MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 41, "cli": 35}  # names of each wing in `BEYOND`
 
 
 # What may be imported
@@ -234,7 +234,7 @@ def test_a_wing_imports_public_names_and_seams(wing: str) -> None:
 
 
 def test_the_exceptions_become_fewer() -> None:
-    assert sum(MOST.values()) <= 187
+    assert sum(MOST.values()) <= 186
 
 
 def test_seams_are_there() -> None:

@@ -42,7 +42,7 @@ def test_a_form_of_a_comparison_starts_the_same_comparison(tmp_path: Path, start
     assert found["command"] == "compare" and found["note"] == ""
     own = {"strategies": "ddp,diloco:H=2", "shuffle": True, "speeds": "1.0,0.5"}  # the switch is --no-shuffle
     assert found["options"] == given | timed | own
-    assert starter.check(found["command"], found["options"])["errors"] == []
+    assert starter.check(found["command"], found["options"])["error"] == ""
     child = starter.again(path / "diloco-H-2-seed-0")
     assert child["options"] == found["options"] | {"strategies": "diloco:H=2"}
 
@@ -70,11 +70,11 @@ def test_a_form_of_a_sweep_and_of_its_cell(tmp_path: Path, starter: Starter) -> 
     assert path is not None
     found = starter.again(path)
     assert found["command"] == "sweep" and found["options"]["axes"] == ["H=2,3", "network=wifi;1Gbps,1ms"]
-    assert starter.check("sweep", found["options"])["errors"] == []
+    assert starter.check("sweep", found["options"])["error"] == ""
     name = next(child.name for child in path.iterdir() if child.name.startswith("H-3") and "wifi" in child.name)
     cell = starter.again(path / name)
     assert cell["command"] == "compare" and cell["options"]["strategies"] == "diloco:lr=0.01:H=3"
-    assert cell["options"]["network"] == "wifi" and starter.check("compare", cell["options"])["errors"] == []
+    assert cell["options"]["network"] == "wifi" and starter.check("compare", cell["options"])["error"] == ""
 
 
 @pytest.mark.parametrize(

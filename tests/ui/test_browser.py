@@ -112,27 +112,26 @@ def test_two_are_compared(browser: Any) -> None:
     browser.find_element("id", "compare").click()
     labels = "[...(document.querySelector('.chart').plot?.series ?? [])].map(s => s.label)"
     assert until(browser, labels, lambda found: len(found) == 3)[1:] == ["first", "second"]
-    browser.find_element("css selector", "#axis option[value=tx_bytes]").click()
     assert until(browser, labels, lambda found: found[:1] == ["bytes sent per node"])
-    assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 90
+    browser.find_element("css selector", ".tabs [value=step]").click()
+    assert until(browser, labels, lambda found: found[:1] == ["steps"])
+    browser.find_element("css selector", ".tabs [value=tx_bytes]").click()
+    assert until(browser, labels, lambda found: found[:1] == ["bytes sent per node"])
+    assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 80  # the last loss is 0
 
 
 def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
     to(browser, "#/new")
-    until(browser, "document.getElementById('option-strategies') !== null")
-    for name, text in {
-        "strategies": "ddp",
-        "seeds": "1",
-        "max_steps": "3000",
-        "num_nodes": "2",
-        "device": "cpu",
-    }.items():
-        browser.find_element("id", f"option-{name}").send_keys(text)
+    until(browser, "document.getElementById('line')?.value")
+    line = browser.find_element("id", "line")
+    line.clear()
+    line.send_keys("compare --strategies ddp --seeds 1 --steps 3000 --nodes 2 --device cpu")
+    until(browser, "document.getElementById('plan').textContent", lambda text: "1 run: 1 strategy" in text)
     browser.find_element("id", "start").click()
     assert "started as process" in until(browser, "document.getElementById('answer').textContent")
     to(browser, "#/")
-    names = until(browser, NAMES, lambda names: any(name.startswith("digits") for name in names))
-    name = next(name for name in names if name.startswith("digits")).partition("/")[0]
+    found = "[...document.querySelectorAll('td.name small')].map(e => e.textContent).find(t => t.startsWith('digits-'))"
+    name = until(browser, found)  # its title is "digits, 1 strategies"
     to(browser, f"#/compare/{name}")
     until(browser, POINTS, lambda count: count > 2)
     for button, state in (("stop", "stopped"), ("resume", "done")):
@@ -172,6 +171,58 @@ def test_tags_and_notes_are_given_and_found(browser: Any, folder: Path) -> None:
     box.clear()
     box.send_keys(" ")
     until(browser, NAMES, lambda names: len(names) >= 3)
+
+
+def test_a_title_is_given_by_keys_and_kept(browser: Any, folder: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    title = "document.getElementById('title').textContent"
+    before = json.loads((folder / "second" / "notes.json").read_text())
+    to(browser, "#/run/second")
+    until(browser, title, lambda text: text == "second")
+    for key, wanted in ((Keys.ESCAPE, "second"), (Keys.ENTER, "My <b>run</b>")):
+        browser.execute_script("document.getElementById('rename').focus()")
+        browser.switch_to.active_element.send_keys(Keys.ENTER)
+        assert browser.switch_to.active_element.get_attribute("aria-label") == "title"
+        browser.switch_to.active_element.send_keys("My <b>run</b>", key)
+        until(browser, title, lambda text, wanted=wanted: text == wanted)
+        assert browser.switch_to.active_element.get_attribute("id") == "rename"
+    kept = json.loads((folder / "second" / "notes.json").read_text())
+    assert kept == before | {"title": "My <b>run</b>"}
+    to(browser, "#/")
+    until(browser, NAMES, lambda names: "My <b>run</b>" in names)
+    assert browser.execute_script(
+        "return [...document.querySelectorAll('td.name small')].some(e => e.innerText === 'second')"
+    )
+    (folder / "second" / "notes.json").unlink()
+    until(browser, NAMES, lambda names: "second" in names)
+
+
+def test_a_comparison_opens_in_place_and_keeps_the_focus(browser: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    to(browser, "#/")
+    fold = "document.querySelector('[aria-label=\"runs of both\"]')"
+    until(browser, f"{fold} !== null")
+    browser.execute_script(f"{fold}.focus()")
+    for is_open in (True, False):
+        browser.switch_to.active_element.send_keys(Keys.ENTER)
+        until(browser, NAMES, lambda names, is_open=is_open: ("ddp-seed-0" in names) == is_open)
+        held = browser.switch_to.active_element
+        assert held.get_attribute("aria-label") == "runs of both"
+        assert held.get_attribute("aria-expanded") == str(is_open).lower()
+
+
+def test_a_row_has_a_curve_of_its_loss(browser: Any) -> None:
+    """Each row, also if there are more than are asked for at a time."""
+    to(browser, "#/")
+    browser.find_element("id", "inside").click()
+    drawn = (
+        "[...document.querySelectorAll('.spark canvas')].map(c =>"
+        " c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x))"
+    )
+    assert all(until(browser, drawn, lambda found: len(found) >= 4))
+    browser.find_element("id", "inside").click()
 
 
 def test_without_a_mouse(browser: Any) -> None:
@@ -225,16 +276,16 @@ def test_a_hundred_thousand_records(browser: Any, folder: Path) -> None:
     assert max(browser.execute_script(f"return {sizes}")) < 2_000_000
 
 
-def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any) -> None:
-    browser.set_window_size(500, 800)
-    wide = browser.execute_cdp_cmd
-    wide("Emulation.setDeviceMetricsOverride", {"width": 375, "height": 700, "deviceScaleFactor": 2, "mobile": True})
+@pytest.mark.parametrize("wide", [375, 1100])
+def test_nothing_is_wider_than_the_screen(browser: Any, wide: int) -> None:
+    size = {"width": wide, "height": 700, "deviceScaleFactor": 2, "mobile": wide == 375}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     for way in ("#/", "#/run/first", "#/hosts", "#/new", "#/compare/first&second"):
         to(browser, way)
         until(browser, "document.querySelector('table, form') !== null")
         until(browser, "document.querySelector('#main').textContent.length > 100")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 375, way
-    wide("Emulation.clearDeviceMetricsOverride", {})
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= wide, way
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
@@ -254,7 +305,8 @@ ODD = {  # addresses that somebody may type, and what the page then shows
     "#/run/first?axis=__proto__&smooth=Infinity&toString=1": "Validation loss",
     "#/hosts/../one": "heartbeat",
     "#/new?again=../first": "found no run",
-    "#/new?command=toString": "Strategies",
+    "#/new?line=toString": "'toString' is no command",
+    "#/compare/first?over=__proto__": "Validation loss over bytes",
     "#/%/..": "Show runs inside",
 }
 

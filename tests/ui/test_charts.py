@@ -83,11 +83,11 @@ def test_live_data_do_not_reset_the_zoom(browser: Any, folder: Path) -> None:
 
 def test_log_axes_leave_out_what_they_cannot_show(browser: Any) -> None:
     shown(browser)
-    browser.find_element("id", "log-x").click()
+    browser.find_element("id", "logx").click()
     assert until(browser, f"[{PLOT}.scales.x.distr, {PLOT}.data[0][0]]") == [3, 1]
-    browser.find_element("id", "log-y").click()
+    browser.find_element("id", "logy").click()
     assert until(browser, f"{PLOT}.scales.y.distr") == 3
-    for name in ("log-x", "log-y"):
+    for name in ("logx", "logy"):
         browser.find_element("id", name).click()
     assert until(browser, f"[{PLOT}.scales.x.distr, {PLOT}.scales.y.distr, {PLOT}.data[0][0]]") == [1, 1, 0]
 

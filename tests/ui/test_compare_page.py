@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"),
 ]
+ROWS = "[...document.querySelectorAll('#results tbody tr')]"
 LABELS = "[...(document.querySelector('.chart').plot?.series ?? [])].map(s => s.label)"
 
 
@@ -36,22 +37,46 @@ def browser(folder: Path) -> Iterator[Any]:
 
 
 def test_the_verdict_and_the_table_are_those_of_the_terminal(browser: Any, folder: Path) -> None:
+    """The table is sorted by the bytes to the target; its swatches have the colors of the curves and points."""
     found = runs.summary(folder / "mine")
     assert found is not None
     to(browser, "#/compare/mine")
-    assert until(browser, "document.getElementById('verdict')?.textContent") == found.verdict
-    cells = "[...document.querySelectorAll('section tbody tr')].map(r => r.cells[2].textContent)"
-    wanted = [f"{row['val_loss']:.4f} ± {row['val_loss_std']:.4f}" for row in found.rows]
-    assert until(browser, cells) == wanted
+    rest = "document.querySelector('#further p')?.textContent ?? ''"
+    first = until(browser, "document.getElementById('verdict')?.textContent")
+    assert f"{first} {browser.execute_script(f'return {rest}')}".strip() == found.verdict
+    assert first.endswith(".") and ". " not in first
+
+    def rank(row: dict[str, Any]) -> tuple[int, float, float]:
+        return 0 if row["target_bytes"] else 1 if row["target_runs"] else 2, row["target_bytes"] or 0, row["val_loss"]
+
+    rows = sorted(found.rows, key=rank)
+    assert until(browser, f"{ROWS}.map(r => r.cells[0].childNodes[1].textContent)") == [row["title"] for row in rows]
+    losses = browser.execute_script(f"return {ROWS}.map(r => r.cells[2].textContent)")
+    assert losses == [f"{row['val_loss']:.4f} \u00b1 {row['val_loss_std']:.4f}" for row in rows]
+    swatches = browser.execute_script(
+        f"return Object.fromEntries({ROWS}.map(r => [r.cells[0].childNodes[1].textContent,"
+        " getComputedStyle(r.querySelector('.mark')).backgroundColor]))"
+    )
+    looks = looks_of([row["strategy"] for row in rows])
+    for row in rows:
+        hexes = looks[row["strategy"]].color.strip("#")
+        assert swatches[row["title"]] == f"rgb({', '.join(str(int(hexes[k : k + 2], 16)) for k in (0, 2, 4))})"
+    of = "(c.curves ?? []).map(one => [one.label, one.color, one.lists])"
+    drawn = f"[...document.querySelectorAll('.figures .chart')].map(c => {of})"
+    curves, points = until(browser, drawn, lambda charts: len(charts) == 2 and all(charts))
+    colors = {row["title"]: looks[row["strategy"]].color for row in rows}
+    assert {label: color for label, color, _ in curves} == colors
+    assert {label: color for label, color, _ in points if label != "Pareto front"} == colors
+    ends = {label: lists for label, _, lists in points}
+    assert all(ends[row["title"]] == [[row["tx_bytes"]], [pytest.approx(row["val_loss"])]] for row in rows)
 
 
-def test_seeds_are_one_curve_with_a_band(browser: Any, folder: Path) -> None:
+def test_seeds_are_one_curve_with_a_band_over_bytes(browser: Any, folder: Path) -> None:
     to(browser, "#/compare/mine")
     labels = until(browser, LABELS, lambda found: len(found) == 7)
-    assert labels[1] == "ddp (2 runs)" and labels[4] == "diloco:H=5 (2 runs)"
-    looks = looks_of(["ddp", "diloco:H=5"])
-    strokes = "document.querySelector('.chart').curves.map(c => c.color)"
-    assert until(browser, strokes) == [looks["ddp"].color, looks["diloco:H=5"].color]
+    assert labels[0] == "bytes sent per node" and (labels[1], labels[4]) == ("DDP", "DiLoCo (H=5)")
+    scales = "Object.values(document.querySelector('.chart').plot.scales).map(s => s.distr)"
+    assert browser.execute_script(f"return {scales}") == [3, 3]
     ends = []
     for seed in range(2):
         rows = [
@@ -59,17 +84,22 @@ def test_seeds_are_one_curve_with_a_band(browser: Any, folder: Path) -> None:
             for line in (folder / "mine" / f"ddp-seed-{seed}" / "records.jsonl").read_text().splitlines()
         ]
         ends.append(next(row["val_loss"] for row in rows[::-1] if row["val_loss"] is not None))
-    shown = "[1, 2, 3].map(k => document.querySelector('.chart').plot.data[k].at(-1))"
+    shown = "document.querySelector('.chart').curves[0].lists.slice(1).map(l => l.at(-1))"
     assert until(browser, shown) == pytest.approx([sum(ends) / 2, min(ends), max(ends)])
 
 
 def test_a_sweep_names_its_cells(browser: Any, folder: Path) -> None:
-    sweep("digits", {"H": [2, 5]}, seeds=1, max_steps=10, num_nodes=2, processes=1, out=folder / "swept")
+    axes = {"H": [2, 5], "lr": [1e-3, 1e-2]}
+    sweep("digits", axes, seeds=1, max_steps=10, num_nodes=2, processes=1, out=folder / "swept")
     to(browser, "#/")
-    until(browser, "[...document.querySelectorAll('tbody a')].some(a => a.textContent === 'swept')")
+    until(browser, "[...document.querySelectorAll('tbody a')].some(a => a.textContent === 'digits, sweep of 4 runs')")
     to(browser, "#/compare/swept")
-    cells = "[...document.querySelectorAll('section tbody tr')].map(r => r.cells[0].textContent).slice(0, 2)"
-    assert until(browser, cells, lambda found: len(found) == 2) == ["H=2", "H=5"]
+    names = until(browser, f"{ROWS}.map(r => r.cells[0].childNodes[1].textContent)", lambda found: len(found) == 4)
+    assert set(names) == {f"H={H}, lr={lr}" for H in (2, 5) for lr in ("0.001", "0.01")}
+    best = until(browser, "[...document.querySelectorAll('td.cell.best')].map(c => c.textContent)")
+    assert len(best) == 1 and best[0].endswith(" best")
+    browser.execute_script("document.querySelector('td.cell.best').focus()")  # the other curves fade
+    assert browser.execute_script("return document.querySelector('.chart').plot.series.some(s => s._focus)")
 
 
 def test_two_runs_show_first_what_differs(browser: Any) -> None:
@@ -91,21 +121,32 @@ def test_an_address_shows_the_same_again(browser: Any) -> None:
     to(browser, "#/compare/mine")
     until(browser, "document.querySelector('#group option[value=\"seed\"]') !== null")
     browser.find_element("css selector", "#group option[value=seed]").click()
-    browser.find_element("css selector", "#axis option[value=tx_bytes]").click()
-    browser.find_element("id", "log-y").click()
-    assert until(browser, LABELS, lambda found: len(found) == 7)[1].startswith("0 (2 runs)")
+    browser.find_element("css selector", ".tabs [value=step]").click()
+    browser.find_element("id", "linear").click()
+    assert until(browser, LABELS, lambda found: len(found) == 7)[1] == "0"
     way = browser.current_url
-    assert "group=seed" in way and "axis=tx_bytes" in way and "logy=1" in way
+    assert "group=seed" in way and "over=step" in way and "linear=1" in way
     browser.get("about:blank")
     browser.get(way)
     labels = until(browser, LABELS, lambda found: len(found) == 7)
-    assert labels[0] == "bytes sent per node" and labels[1].startswith("0 (2 runs)")
-    assert browser.execute_script("return document.querySelector('.chart').plot.scales.y.distr") == 3
+    assert labels[:2] == ["steps", "0"]
+    assert browser.execute_script("return document.querySelector('.chart').plot.scales.y.distr") == 1
     browser.get("about:blank")
     browser.get(f"{browser.home}#/?text=ddp&state=done&inside=1")
     names = "[...document.querySelectorAll('tbody a')].map(a => a.textContent)"
-    assert set(until(browser, names)) == {"mine", "mine/ddp-seed-0", "mine/ddp-seed-1"}
+    assert set(until(browser, names)) == {"digits, 2 strategies", "ddp-seed-0", "ddp-seed-1"}
     assert browser.execute_script("return document.getElementById('filter').value") == "ddp"
+
+
+@pytest.mark.parametrize("wide", [420, 1100])
+def test_nothing_is_wider_than_the_screen(browser: Any, wide: int) -> None:
+    size = {"width": wide, "height": 900, "deviceScaleFactor": 1, "mobile": wide == 420}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    for way in ("#/compare/mine", "#/compare/swept", "#/"):
+        to(browser, way)
+        until(browser, "document.querySelectorAll('#results tbody tr, td.name').length > 1")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= wide, way
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:

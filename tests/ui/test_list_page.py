@@ -63,7 +63,8 @@ def test_before_the_list_there_is_a_skeleton(browser: Any) -> None:
         assert until(browser, "document.querySelectorAll('#main > .skeleton .bone').length") == 5
         browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*/api/*"]})
         browser.refresh()
-        assert until(browser, "document.querySelectorAll('tbody .bone').length") == 8 * 9
+        assert until(browser, "document.querySelectorAll('tbody .bone').length") == 8 * 8
+        assert not browser.execute_script("return document.querySelector('.bar').checkVisibility()")  # no flash
         to(browser, "#/run/run-001")
     finally:
         browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
@@ -71,18 +72,20 @@ def test_before_the_list_there_is_a_skeleton(browser: Any) -> None:
     to(browser, "#/")
     browser.refresh()
     until(browser, "document.querySelectorAll('tbody a').length")
+    assert browser.execute_script("return document.querySelector('.bar').checkVisibility()")
     assert browser.execute_script("return document.querySelectorAll('.bone').length") == 0
 
 
 def test_columns_are_chosen_and_the_address_keeps_them(browser: Any) -> None:
     to(browser, "#/none")
     to(browser, "#/")
-    usual = ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
-    assert until(browser, HEADS, lambda found: len(found) == 9) == usual
+    usual = ["run", "state", "strategy", "progress", "loss", "sent/node", "time", "age"]
+    until(browser, "document.querySelectorAll('tbody a').length")
+    assert until(browser, HEADS, lambda found: len(found) == 8) == usual
     browser.find_element("css selector", "#columns > summary").click()
     for name in ("task", "tx_bytes", "accuracy", "note"):
         browser.find_element("id", f"column-{name}").click()
-    wanted = ["run", "state", "strategy", "step", "loss", "time", "age", "accuracy", "note"]
+    wanted = ["run", "state", "strategy", "progress", "loss", "time", "age", "task", "accuracy", "note"]
     assert browser.execute_script(f"return {HEADS}") == wanted
     row = "[...document.querySelectorAll('tbody tr')[0].children].map((e) => e.textContent)"
     assert until(browser, row)[-2:] == ["25 %", f"note <b>{MANY - 1}</b>"]
@@ -92,7 +95,8 @@ def test_columns_are_chosen_and_the_address_keeps_them(browser: Any) -> None:
     to(browser, "#/hosts")
     browser.get(browser.current_url.partition("#")[0] + way)
     browser.refresh()
-    assert until(browser, HEADS, lambda found: len(found) == 9) == wanted
+    until(browser, "document.querySelectorAll('tbody a').length")
+    assert until(browser, HEADS, lambda found: len(found) == 10) == wanted
     for name in ("task", "tx_bytes", "accuracy", "note"):
         browser.find_element("css selector", "#columns > summary").click() if name == "task" else None
         browser.find_element("id", f"column-{name}").click()

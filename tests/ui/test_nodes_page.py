@@ -139,12 +139,12 @@ def test_a_clock_that_stands_still_is_found() -> None:
 
     def event(step: int, *computing: float) -> dict[str, Any]:
         return {"kind": "clock", "step": step, "computing": list(computing)} | {
-            part: [0.5] * len(computing) for part in ("sending", "waiting", "down")
+            part: [0.5] * len(computing) for part in ("sending", "waiting")
         }
 
     records = [{"step": 1, "node": node, "train_loss": 1.0} for node in range(3)]
     events = [event(0, 0, 0, 0), event(1, 1, 1, 1), event(2, 2, 1, 2), event(3, 3, 1, 3), event(4, 3, 1, 3)]
-    assert nodes_of(records, events)["stood"] == [[1, 2.5]]
+    assert nodes_of(records, events)["stood"] == [[1, 2.0]]
     assert "stood" not in nodes_of(records, events[:2])
 
 

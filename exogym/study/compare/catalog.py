@@ -16,29 +16,26 @@ from exogym.errors import ALIASES, ArgumentError
 from exogym.options import FitOptions, checked_options, descriptions, placed
 from exogym.strategy import Averaging
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
-from exogym.strategy.strategy import InnerOptions
 from exogym.study.compare.summary import SINGLE
 
 NO_CHOICE = "?"  # the answer to this value names the choices
-OF_ALL = ("inner_optim", *InnerOptions.__annotations__)  # options of (almost) every strategy
-KINDS = {"int": "int", "RoundLength": "int", "float": "float", "bool": "bool", "str": "str", "Scheduler": "str"}
+IN_TEXT = ("int", "RoundLength", "float", "bool", "str", "Scheduler")  # kinds of options that text can express
+_SENTENCE = re.compile(r"^.{8,}?(?=\. |$)|^.*")  # the first; "F. The parts ..." begins with a symbol
 _REFERENCE = re.compile(r"(?:[Ss]ee|as) `([\w.]+)`")
 Entry = dict[str, Any]
 
 
 def catalog() -> dict[str, Entry]:
-    """Return each strategy's title, paper, equation and options, as JSON values. `single` is one node alone.
+    """Return each strategy's title and options, as JSON values. `single` is one node alone.
 
-    An option has a name, a kind (int, float, bool or str), a default and a description as text, and choices. With
-    `is_open` other texts than the choices are allowed, too. `of_all` means that (almost) every strategy has this
-    option. Options that text cannot express are left out.
+    An option has a name, the first sentence of its description as `help`, and choices. Options that text cannot
+    express are left out.
 
-    >>> weighting = next(o for o in catalog()["diloco"]["options"] if o["name"] == "weighting")
-    >>> weighting["choices"], weighting["default"]
-    (['uniform', 'examples'], 'uniform')
+    >>> next(o["choices"] for o in catalog()["diloco"]["options"] if o["name"] == "weighting")
+    ['uniform', 'examples']
     """
-    found = {SINGLE: _entry("ddp", title="one node alone", paper="", equation="")}
-    return found | {name: _entry(name) for name in sorted(STRATEGIES)}
+    found = {SINGLE: {"title": "one node alone", "options": _options("ddp")}}
+    return found | {name: {"title": STRATEGIES[name].title, "options": _options(name)} for name in sorted(STRATEGIES)}
 
 
 def choices_of(option: str) -> list[str]:
@@ -54,29 +51,22 @@ def choices_of(option: str) -> list[str]:
     return []
 
 
-def _entry(name: str, **instead: str) -> Entry:
-    kind: Any = STRATEGIES[name]
-    about = {"title": kind.title, "paper": kind.paper, "equation": kind.equation} | instead
+def _options(name: str) -> list[dict[str, Any]]:
+    kind = STRATEGIES[name]
     words = {
         **descriptions(kind),
         **{name: text for name, text in descriptions(Averaging).items() if name in averages_of(kind)},
     }
     options = []
     for option in written_options(kind).values():
-        parts = [part for part in str(option.annotation).split(" | ") if part != "None"]
-        known = {KINDS[part] for part in parts if part in KINDS} | (
-            {"str"} if isinstance(option.default, str) else set()
-        )
-        if not known or option.name in ALIASES:
+        parts = {part for part in str(option.annotation).split(" | ") if part in IN_TEXT}
+        is_text = isinstance(option.default, str) or not parts.isdisjoint(("str", "Scheduler"))
+        if not (parts or is_text) or option.name in ALIASES:
             continue
-        written = next((one for one in ("str", "int", "float") if one in known), "bool")
-        choices = _tried(name, option.name) if written == "str" else []
-        options.append({
-            "name": option.name, "kind": written, "help": _described(option.name, words), "choices": choices,
-            "default": "" if option.default is None else str(option.default), "is_open": len(known) > 1,
-            "of_all": option.name in OF_ALL,
-        })  # fmt: skip
-    return about | {"options": options}
+        choices = _tried(name, option.name) if is_text else ["true", "false"] if parts == {"bool"} else []
+        said = _SENTENCE.findall(_described(option.name, words))[0]
+        options.append({"name": option.name, "help": said, "choices": choices})
+    return options
 
 
 def _tried(name: str, option: str) -> list[str]:

@@ -2,12 +2,11 @@
 
 export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
-export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false, columns: "",
-  logx: false, logy: false, smooth: 0, group: null, over: "tx_bytes", linear: false };
 
 // The choices on a page stand in its address, after "?", so that a copied address shows the same.
 const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, columns: "", axis: "step", logx: false, logy: false,
   smooth: 0, group: null, over: "tx_bytes", linear: false };
+export const look = { ...IN_ADDRESS, nodes: "loss" };
 
 // Take the choices from the address, where it has some; return the address without them.
 export function fromAddress() {
@@ -176,40 +175,47 @@ export function againLink(name) {
 
 // "Shakespeare, 5 strategies", or the folder's name.
 export function titled(run) {
-  const of = { comparison: () => `${run.task}, ${run.strategy.split(",").length} strategies`, sweep: () => `${run.task}, sweep of ${run.total_steps} runs` }[run.kind];
+  const of = { comparison: () => `${run.task}, ${run.strategy.includes(",") ? `${run.strategy.split(",").length} strategies` : run.strategy}`, sweep: () => `${run.task}, sweep of ${run.total_steps} runs` }[run.kind];
   return run.title || (of && run.task && run.total_steps !== null && (run.kind === "sweep" || run.strategy) ? of() : run.name.split("/").at(-1));
 }
 
-export const titleOf = (name) => { const run = find(name); return run ? titled(run) : name; };
-
 // A heading with a run's title, which a click makes editable, and its folder below.
 export function heading(name) {
-  const title = make("span", { id: "title" }), folder = make("p", { class: "soft", id: "folder" }, name);
+  const title = make("h2", { id: "title" }), folder = make("p", { class: "soft", id: "folder" }, name);
   const field = make("input", { type: "text", maxlength: "120", "aria-label": "title", hidden: true });
   const edit = make("button", { type: "button", id: "rename", class: "quiet", title: "Rename", onclick() {
-    field.value = titleOf(name); field.hidden = false; title.hidden = edit.hidden = true; field.focus(); field.select();
+    field.value = title.textContent; field.hidden = false; title.hidden = edit.hidden = true; field.focus(); field.select();
   } }, "Rename");
   async function done(save) {
     if (field.hidden) return;
     field.hidden = true; title.hidden = edit.hidden = false;
-    if (!save || field.value === titleOf(name)) return;
-    const { tags = [], note = "" } = find(name) ?? {};
-    try { title.textContent = (await send(`/api/runs/${address(name)}/notes`, { tags, note, title: field.value })).title || name; }
-    catch (error) { folder.textContent = error.message; }
+    if (!save || field.value === title.textContent) return;
+    try { box.fill({ ...find(name), name, ...await send(`/api/runs/${address(name)}/notes`, { title: field.value }) }); }
+    catch (error) { folder.hidden = false; folder.textContent = error.message; }
   }
-  field.addEventListener("keydown", (event) => { if (["Enter", "Escape"].includes(event.key)) done(event.key === "Enter"); });
+  field.addEventListener("keydown", (event) => {
+    if (!["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault(); done(event.key === "Enter"); edit.focus();  // the key itself does not press the button
+  });
   field.addEventListener("blur", () => done(true));
-  const box = make("div", { class: "heading" }, make("h2", {}, title, field, edit), folder);
-  box.fill = () => { if (field.hidden) title.textContent = titleOf(name); folder.hidden = titleOf(name) === name; };
-  box.fill();
+  const box = make("div", { class: "heading" }, title, field, edit, folder);
+  box.fill = (run) => { if (field.hidden) title.textContent = titled(run); folder.hidden = titled(run) === name; };
+  box.fill(find(name) ?? { name });
   return box;
+}
+
+// The options of a description as [key, name, text]; an option inside another has its name as KEY.NAME.
+export function optionsOf(description) {
+  const text = (value) => (typeof value === "object" ? JSON.stringify(value) : `${value}`), isDict = (value) => typeof value === "object" && !Array.isArray(value);
+  return Object.entries(description).filter(([, value]) => value !== null).flatMap(([key, value]) => (isDict(value)
+    ? Object.entries(value).filter(([, one]) => one !== null).map(([name, one]) => [key, `${key}.${name}`, text(one)]) : [[key, key, text(value)]]));
 }
 
 // Buttons of which one is chosen. choices: value to title.
 export function tabs(label, choices, chosen, changed) {
-  const box = make("div", { class: "tabs", role: "tablist", "aria-label": label });
-  const show = (now) => { for (const tab of box.children) tab.setAttribute("aria-selected", String(tab.value === now)); };
-  box.append(...Object.entries(choices).map(([value, title]) => make("button", { type: "button", role: "tab", value,
+  const box = make("div", { class: "tabs", role: "group", "aria-label": label });
+  const show = (now) => { for (const tab of box.children) tab.setAttribute("aria-pressed", String(tab.value === now)); };
+  box.append(...Object.entries(choices).map(([value, title]) => make("button", { type: "button", value,
     onclick() { show(value); changed(value); } }, title)));
   show(chosen);
   return box;
@@ -217,24 +223,22 @@ export function tabs(label, choices, chosen, changed) {
 
 // A form with a run's tags and note.
 export function notes(name) {
-  const run = find(name) ?? { tags: [], note: "" }, at = make("span", { class: "soft", role: "status" });
+  const at = make("span", { class: "soft", role: "status" });
   const tags = make("input", { type: "text", id: "tags", placeholder: "tags, separated by commas", maxlength: "800" });
   const note = make("textarea", { id: "note", rows: "2", placeholder: "note", maxlength: "4000" });
-  tags.value = run.tags.join(", "); note.value = run.note;
-  const form = make("form", { class: "notes", async onsubmit(event) {
+  let filled = false;
+  const form = make("form", { class: "notes choices", async onsubmit(event) {
     event.preventDefault();
     try {
       const words = tags.value.split(",").map((word) => word.trim()).filter(Boolean);
-      const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value, title: find(name)?.title ?? "" });
+      const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value });
       tags.value = found.tags.join(", "); note.value = found.note; at.textContent = "saved";
     } catch (error) { at.textContent = error.message; }
   } }, make("label", {}, "Tags ", tags), make("label", {}, "Note ", note),
   make("button", { type: "submit", id: "keep" }, "Save"), at);
-  const known = find(name) !== undefined;
-  form.fill = () => {  // the list may arrive after the page
-    const later = find(name);
-    if (known || form.filled || later === undefined || form.contains(document.activeElement)) return;
-    tags.value = later.tags.join(", "); note.value = later.note; form.filled = true;
+  form.fill = (run) => {
+    if (!filled) { tags.value = (run.tags ?? []).join(", "); note.value = run.note ?? ""; }
+    filled = true;
   };
   return form;
 }
@@ -246,5 +250,5 @@ export function copied(title, text) {
     catch { getSelection().selectAllChildren(box); button.textContent = "Selected"; }
   } }, "Copy");
   const box = make("pre", { tabindex: "0" }, text);
-  return make("div", { class: "copied" }, make("h3", {}, title), button, box);
+  return make("div", { class: "copied choices" }, make("h3", {}, title), button, box);
 }

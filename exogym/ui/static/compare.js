@@ -2,44 +2,28 @@
 
 import {
   actionsOf, address, againLink, bytes, figure, find, followed, get, heading, isNumber, look, make, notes, POLL_MS, seconds, share, store,
-  table, tabs, toAddress,
+  optionsOf, table, toAddress,
 } from "./base.js";
-import { draw, places } from "./curves.js";
+import { axisChoice, draw, markOf, places, TABS } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
 
 const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360;
 const LOSS = "validation loss", FRONT = "Pareto front";
 const TITLES = { [LOSS]: "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
-const TABS = { tx_bytes: "Bytes", step: "Steps", time_s: "Predicted time", wall_s: "Wall time" };
-
 const ENDS = { [LOSS]: ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
-
 const OF_OTHERS = new Set(["strategy", "total_steps"]);  // other options say the same
-
 const RUNS = "", STRATEGY = "strategy", SKIPPED = new Set(["model", "data", "placement", "chosen", "shared"]);
 
-// The options of a run by name, each as a text; a strategy's own as strategy.NAME.
-function optionsOf(description) {
-  const found = {};
-  for (const [key, value] of Object.entries(description)) {
-    if (SKIPPED.has(key) || value === null) continue;
-    if (typeof value !== "object") found[key] = `${value}`;
-    else if (Array.isArray(value)) found[key] = JSON.stringify(value);
-    else for (const [name, one] of Object.entries(value)) found[key === "limits" ? name : `${key}.${name}`] = typeof one === "object" ? JSON.stringify(one) : `${one}`;
-  }
-  return found;
-}
-
 // The mean of several runs at the steps that all of them have, with the lowest and the highest.
-function together(label, runs, column) {
+function together(label, runs, column, axis) {
   const maps = runs.map((rows) => new Map(rows.filter((row) => isNumber(row[column])).map((row) => [row.step, row]))).filter((map) => map.size);
   if (!maps.length) return { label, x: [], y: [] };
   const steps = [...maps[0].keys()].filter((step) => maps.every((map) => map.has(step)));
   const all = (step, name) => maps.map((map) => map.get(step)[name]);
   const mean = (values) => (values.every(isNumber) ? values.reduce((a, b) => a + b, 0) / values.length : null);
   const of = (form) => steps.map((step) => form(all(step, column)));
-  return { label, x: steps.map((step) => mean(all(step, look.over))), y: of(mean),
+  return { label, x: steps.map((step) => mean(all(step, axis))), y: of(mean),
     ...(maps.length > 1 ? { low: of((values) => Math.min(...values)), high: of((values) => Math.max(...values)) } : {}) };
 }
 
@@ -48,12 +32,12 @@ const titleOfRow = (row) => row.title ?? labelOfRow(row);
 const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
 // The bytes or seconds to the target loss, or how many runs reached it.
 const reached = (row, value, form) => (isNumber(value) ? form(value) : row.target_runs ? `in ${row.target_runs} of ${row.seeds} runs` : "not reached");
-const RESULTS = [
-  [LOSS, true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
-  ["bytes to target", true, (row) => reached(row, row.target_bytes, bytes)], ["sent/node", true, (row) => bytes(row.tx_bytes)],
-  ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
-  ["time to target", true, (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
-  ["predicted time", true, (row) => seconds(row.time_s)], ["notes", false, (row) => row.notes],
+const RESULTS = [  // title and text
+  ["bytes to target", (row) => reached(row, row.target_bytes, bytes)], [LOSS, (row) => spread(row, "val_loss", figure)],
+  ["quality", (row) => spread(row, "quality", share)], ["sent/node", (row) => bytes(row.tx_bytes)],
+  ["reduction", (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
+  ["time to target", (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
+  ["predicted time", (row) => seconds(row.time_s)],
 ];
 // Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
 const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, row.val_loss ?? Infinity];
@@ -74,21 +58,17 @@ export function comparePage(main, names) {
   const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true });
   const results = make("section", { id: "results", hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
-  const keep = () => toAddress("over", "linear", "smooth", "group"), described = new Map();
-  const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); keep(); } });
-  const linear = make("input", { type: "checkbox", id: "linear", checked: look.linear, onchange() { look.linear = linear.checked; show(); keep(); } });
-  const smooth = make("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02", oninput() { look.smooth = Number(smooth.value); show(); keep(); } });
-  smooth.value = look.smooth;
-  const over = tabs("Curves over", TABS, look.over, (value) => { look.over = value; show(); keep(); });
-  const curves = new Map();
+  const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });
+  const [over, choices] = axisChoice("over", { linear: "Linear axes" }, () => show(), make("label", {}, "Group by ", groups), own ? again.link : "");
+  const curves = new Map(), described = new Map();
   let members = {}, colors = {}, offered = "", rows = [], timer = 0, gone = false;
 
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
   for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null });
-  const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box),
-    make("div", { class: "bar choices" }, make("label", {}, "Group by ", groups), make("label", {}, linear, " Linear axes"), make("label", {}, "Smoothing ", smooth), own ? again.link : ""));
+  const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box), choices);
   const singles = make("details", { id: "singles", open: own === null }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
-  main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, others, singles, own ?? "");
+  const rest = make("div", { hidden: true }, others, singles, own ?? "");
+  main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, rest);
 
   const short = (label) => label.slice(names.length === 1 ? label.lastIndexOf("/") + 1 : 0);
   const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name) || wanted.has(run.name.split("/")[0])));
@@ -137,17 +117,17 @@ export function comparePage(main, names) {
     const lists = new Map(), byStrategy = grouping() === STRATEGY, timed = [...curves.values()].some((curve) => curve.rows.some((row) => isNumber(row.time_s)));
     for (const [name, { rows }] of curves) lists.set(labelOf(name), [...(lists.get(labelOf(name)) ?? []), rows]);
     over.children[2].hidden = !timed;
-    if (look.over === "time_s" && !timed) return;
-    const view = { axis: look.over, logx: look.over === "tx_bytes" && !look.linear, logy: !look.linear, smooth: look.smooth };
+    const axis = Object.hasOwn(TABS, look.over) && (timed || look.over !== "time_s") ? look.over : "tx_bytes";
+    const view = { axis, logx: axis === "tx_bytes" && !look.linear, logy: !look.linear, smooth: look.smooth };
     const seeds = Math.max(0, ...[...lists.values()].map((each) => each.length));
     for (const [title, column] of Object.entries(TITLES)) {
       if (title !== LOSS && !others.open) continue;
-      const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column), ...(byStrategy ? lookOf(label) : {}) }));
-      const said = title === LOSS ? `Validation loss over ${TABS[look.over].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
+      const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column, axis), ...(byStrategy ? lookOf(label) : {}) }));
+      const said = title === LOSS ? `Validation loss over ${TABS[axis].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
       draw(holders[title], said, found, title === LOSS ? view : { ...view, logy: false });
     }
-    figures.hidden = first.hidden;
-    showFront(view);
+    figures.hidden = first.hidden; rest.hidden = false;
+    showFront(view); front.box.hidden = front.holders[FRONT].hidden;
     if (!body.contains(document.activeElement)) {
       body.replaceChildren(...runs().map((run) => make("tr", {}, ...COLUMNS.map((column) => cell(run, column)))));
     }
@@ -155,26 +135,26 @@ export function comparePage(main, names) {
 
   // Each strategy's end as a point: lower left is better.
   function showFront(view) {
-    const axis = look.over === "time_s" ? "time_s" : "tx_bytes", holder = front.holders[FRONT];
+    const axis = view.axis === "time_s" ? "time_s" : "tx_bytes", holder = front.holders[FRONT];
     const points = rows.map((row) => ({ label: titleOfRow(row), x: row[axis], y: row.val_loss, ...lookOf(labelOfRow(row)) })).filter(({ x, y }) => isNumber(x) && x > 0 && isNumber(y));
-    const best = frontOf(points), line = { label: "Pareto front", x: best.map(({ x }) => x), y: best.map(({ y }) => y), color: "#8a8a8a", dash: true };
+    const best = frontOf(points), line = { label: "Pareto front", x: best.map(({ x }) => x), y: best.map(({ y }) => y), color: "#8a8a8a", dash: [3, 2] };
     const shown = points.length > 1 && grouping() === STRATEGY;
-    draw(holder, "Last loss: lower left is better", shown ? [...(best.length > 1 ? [line] : []), ...points.map((point) => ({ ...point, x: [point.x], y: [point.y] }))] : [],
+    draw(holder, "Last loss: lower left is better", shown ? [...(best.length > 1 ? [line] : []), ...points.map((point) => ({ ...point, x: [point.x], y: [point.y], named: points.length <= MOST_BESIDE }))] : [],
       { ...view, axis, logx: !look.linear, smooth: 0 });
   }
 
   // The table is the legend: a row's color is its curve's, and the pointer on a row lets the others fade.
   function showResults() {
     results.hidden = !rows.length;
-    const columns = RESULTS.filter(([, , text]) => rows.some((row) => text(row)));
+    const columns = RESULTS.filter(([, text]) => rows.some((row) => text(row)));
     const lowest = Math.min(...rows.map((row) => row.val_loss ?? Infinity));
     const line = (row) => {
-      const mark = make("span", { class: "mark" }), focus = (label) => () => first.focusOn?.(label);
-      mark.style.background = lookOf(labelOfRow(row)).color ?? "var(--soft)";
-      return make("tr", { onmouseenter: focus(titleOfRow(row)), onmouseleave: focus(null) }, make("th", { scope: "row" }, mark, titleOfRow(row)),
-        ...columns.map(([title, number, text]) => make("td", { class: `${number ? "number" : "text"}${title === LOSS && row.val_loss === lowest ? " best" : ""}` }, text(row))));
+      const focus = (label) => () => first.focusOn?.(label);
+      return make("tr", { onmouseenter: focus(titleOfRow(row)), onmouseleave: focus(null) },
+        make("th", { scope: "row" }, markOf({ dash: [], ...lookOf(labelOfRow(row)) }), titleOfRow(row), row.notes ? make("small", { class: "soft" }, row.notes) : ""),
+        ...columns.map(([title, text]) => make("td", { class: `number${title === LOSS && row.val_loss === lowest ? " best" : ""}` }, text(row))));
     };
-    results.replaceChildren(table([["strategy", false], ...columns.map(([title, number]) => [title, number])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))));
+    results.replaceChildren(table([[rows[0]?.cell ? "cell" : "strategy", false], ...columns.map(([title]) => [title, true])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))));
   }
 
   async function showVerdict() {
@@ -201,7 +181,7 @@ export function comparePage(main, names) {
       for (const run of runs().slice(0, MOST_CURVES)) {
         if (!described.has(run.name)) {
           const { description = {}, strategy, summary } = await get(`/api/runs/${address(run.name)}`).catch(() => ({}));
-          described.set(run.name, { ...optionsOf(description), strategy });
+          described.set(run.name, { ...Object.fromEntries(optionsOf(description).filter(([key]) => !SKIPPED.has(key)).map(([, option, text]) => [option, text])), strategy });
           finals.set(run.name, summary);
         }
         const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
@@ -211,7 +191,7 @@ export function comparePage(main, names) {
       }
       if (own !== null) {
         const found = await get(`/api/runs/${address(names[0])}`);
-        actions.show(found.actions); again.show(found); head.fill();
+        actions.show(found.actions); again.show(found); head.fill(found); own.fill(found);
       }
       const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
@@ -223,5 +203,5 @@ export function comparePage(main, names) {
     if (!gone) timer = setTimeout(poll, more ? 0 : 2 * POLL_MS);
   }
   poll();
-  return { update() { own?.fill(); }, leave() { gone = true; clearTimeout(timer); } };
+  return { update() {}, leave() { gone = true; clearTimeout(timer); } };
 }

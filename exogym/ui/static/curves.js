@@ -1,14 +1,13 @@
 // Curves in one chart, over steps, bytes or seconds. Readers can zoom, read values by pointer and keys, and save files.
 
-import { bytes, isNumber, look, make, toAddress } from "./base.js";
-import { csv, download, png, svg } from "./saving.js";
+import { bytes, isNumber, look, make, tabs, toAddress } from "./base.js";
+import { csv, download, FONT, png, svg } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
 const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6, FADED = 0.2, BEYOND = 1.15;
-export const AXES = {
-  step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)",
-};
+const AXES = { step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)" };
+export const TABS = { tx_bytes: "Bytes", step: "Steps", time_s: "Predicted time", wall_s: "Wall time" };
 
 const sizes = new ResizeObserver((entries) => {
   for (const { target } of entries) {
@@ -16,19 +15,15 @@ const sizes = new ResizeObserver((entries) => {
   }
 });
 
-// The choices of axis, scales and smoothing for all charts of a page.
-export function axisChoice(changed) {
-  const change = () => { changed(); toAddress("axis", "logx", "logy", "smooth", "group"); };
-  const select = make("select", { id: "axis", onchange(event) { look.axis = event.target.value; change(); } });
-  for (const [key, title] of Object.entries(AXES)) select.append(make("option", { value: key }, title));
-  select.value = look.axis;
-  const box = (id, key, title) => make("label", {}, make("input", { type: "checkbox", id, checked: look[key],
-    onchange(event) { look[key] = event.target.checked; change(); } }), title);
-  const smooth = make("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02",
-    oninput(event) { look.smooth = Number(event.target.value); change(); } });
+// Tabs for what the curves are over, which `look[over]` holds, and a bar with boxes (key to title), smoothing and `more`.
+export function axisChoice(over, boxes, changed, ...more) {
+  const change = (key, value) => { look[key] = value; changed(); toAddress(over, ...Object.keys(boxes), "smooth", "group"); };
+  const all = Object.entries(boxes).map(([id, title]) => make("label", {}, make("input", { type: "checkbox", id, checked: look[id],
+    onchange({ target }) { change(id, target.checked); } }), title));
+  const smooth = make("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02", oninput() { change("smooth", Number(smooth.value)); } });
   smooth.value = look.smooth;
-  return make("span", { class: "choices" }, make("label", {}, "Curves over ", select), box("log-x", "logx", " log x"),
-    box("log-y", "logy", " log y"), make("label", {}, "Smoothing ", smooth));
+  return [tabs("Curves over", TABS, look[over], (value) => change(over, value)),
+    make("div", { class: "bar choices" }, ...all, make("label", {}, "Smoothing ", smooth), ...more)];
 }
 
 // Holders for charts, one per title.
@@ -60,6 +55,15 @@ function prepared(curve, view) {
 
 const short = (value) => `${Number(value.toPrecision(5))}`;
 
+// A small box with a curve's color and dashes.
+export function markOf({ color, dash }) {
+  const mark = make("span", { class: "mark" }), at = (k) => dash.slice(0, k).reduce((a, b) => a + b, 0);
+  mark.style.backgroundColor = color;
+  const parts = dash.flatMap((_, k) => [`${k % 2 ? "#0000" : "#000"} ${at(k)}px`, `${k % 2 ? "#0000" : "#000"} ${at(k + 1)}px`]);
+  if (dash.length) mark.style.maskImage = `repeating-linear-gradient(90deg, ${parts.join(", ")})`;
+  return mark;
+}
+
 // The value at a place, or at the nearest place that has one.
 function near(values, at) {
   for (let k = 0; k < values.length; k += 1) {
@@ -79,11 +83,11 @@ export function draw(holder, title, curves, view = look) {
   let next = 1;
   shown.forEach((curve, k) => {
     curve.color ??= colors[k % colors.length];
-    curve.dash ??= k >= colors.length;
+    curve.dash ??= k >= colors.length ? [3, 2] : [];
     curve.at = next; next += curve.band ? 3 : 1;
   });
   Object.assign(holder, { curves: shown, view: { ...view } });
-  const scale = `${view.axis} ${view.logx}`, key = `${title} ${scale} ${view.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
+  const scale = `${view.axis} ${view.logx}`, key = `${title} ${scale} ${view.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color, c.dash]).join("\n")}`;
   if (holder.scale !== scale) holder.zoom = null;
   if (holder.plot && holder.key === key) {
     holder.plot.setData(data, !holder.zoom);
@@ -98,25 +102,36 @@ export function draw(holder, title, curves, view = look) {
 
 // A logarithmic scale that ends near the data, not at the next power of ten, and its marks.
 const scaled = (isLog) => (isLog ? { distr: 3, range: (_, low, high) => [low / BEYOND, high * BEYOND] } : {});
-function marksOfLog(_, __, low, high) {
-  const decades = Math.log10(high / low), digits = decades > 3 ? [1] : decades > 1 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8];
-  const first = Math.floor(Math.log10(low)), powers = Array.from({ length: Math.ceil(decades) + 2 }, (_, k) => 10 ** (first + k));
-  return powers.flatMap((power) => digits.map((digit) => Number((digit * power).toPrecision(3)))).filter((x) => x >= low && x <= high);
+const DIGITS = [[1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8], [1, 2, 3, 5], [1, 2, 5], [1, 3], [1]];
+function marksOfLog(self, axis, low, high) {
+  const first = Math.floor(Math.log10(low)), powers = Array.from({ length: Math.ceil(Math.log10(high / low)) + 2 }, (_, k) => 10 ** (first + k));
+  const marks = (digits) => powers.flatMap((power) => digits.map((digit) => Number((digit * power).toPrecision(3)))).filter((x) => x >= low && x <= high);
+  const places = (found) => found.map((x) => self.valToPos(x, axis ? "y" : "x")), room = axis ? 22 : 58;
+  return DIGITS.map(marks).find((found) => places(found).every((at, k, all) => !k || Math.abs(at - all[k - 1]) >= room)) ?? marks([1]);
+}
+
+// Write a point's name beside it.
+function named({ ctx, bbox, valToPos }, { label, lists: [[x], [y]] }, color) {
+  const left = valToPos(x, "x", true), isLeft = left < bbox.left + bbox.width / 2, away = 9 * (devicePixelRatio || 1);
+  ctx.save();
+  Object.assign(ctx, { fillStyle: color, font: `${1.3 * away}px ${FONT}`, textAlign: isLeft ? "left" : "right", textBaseline: "middle" });
+  ctx.fillText(label, left + (isLeft ? away : -away), valToPos(y, "y", true));
+  ctx.restore();
 }
 
 function begin(holder, title, data) {
   const { curves: shown, view } = holder, text = getComputedStyle(document.body).color, tall = holder.tall ?? HEIGHT;
   const inBytes = title.startsWith("bytes"), ofX = (x) => (view.axis === "tx_bytes" ? bytes(x) : short(x));
   const ofY = (y) => (inBytes ? bytes(y) : short(y));
-  const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
+  const [line, back] = ["--line", "--back"].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name));
   const style = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line } };
   const ticks = (isLog) => (isLog ? { splits: marksOfLog, filter: (_, found) => found } : {});
   const marks = (form) => (_, found) => found.map((value) => (value === null ? "" : form(value)));
   const series = shown.flatMap((curve) => {
     const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
     const main = { label: curve.label, stroke: curve.color, width: 1.8, spanGaps: true,
-      points: { show: curve.lists[0].length < 2, size: 11, fill: curve.color },
-      dash: curve.dash ? [5, 3] : undefined };
+      points: { show: curve.lists[0].length < 2, size: 11, width: 2, fill: curve.dash.length ? back : curve.color },
+      dash: curve.dash.map((part) => 1.8 * part) };
     return curve.band ? [main, { ...edge, label: `${curve.label}, low` }, { ...edge, label: `${curve.label}, high` }] : [main];
   });
   const tip = make("div", { class: "tip", hidden: true }), said = make("p", { class: "unseen", role: "status" });
@@ -132,8 +147,7 @@ function begin(holder, title, data) {
       button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[view.axis], holder.curves))),
     make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
       (head) => make("th", { scope: "col" }, head)))), values)));
-  const marksOf = (color) => { const mark = make("span", { class: "mark" }); mark.style.background = color; return mark; };
-  const legend = make("p", { class: "legend", hidden: holder.plain || shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, marksOf(curve.color), curve.label)));
+  const legend = make("p", { class: "legend", hidden: holder.plain || shown.length < 2 || shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, markOf(curve), curve.label)));
   holder.replaceChildren(make("h3", {}, title), picture, said, reset, legend, tools);
 
   const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([, y]) => y !== null).slice(0, MOST_NAMED);
@@ -142,17 +156,18 @@ function begin(holder, title, data) {
     if (tip.hidden) return;
     const x = plot.data[0][k], left = plot.valToPos(x, "x");
     tip.replaceChildren(make("strong", {}, `${AXES[view.axis]} ${ofX(x)}`),
-      ...lines(k).map(([curve, y]) => make("span", {}, marksOf(curve.color), `${curve.label} ${ofY(y)}`)));
+      ...lines(k).map(([curve, y]) => make("span", {}, markOf(curve), `${curve.label} ${ofY(y)}`)));
     tip.style.left = left > plot.over.clientWidth / 2 ? "" : `${left + 12}px`;
     tip.style.right = left > plot.over.clientWidth / 2 ? `${plot.over.clientWidth - left + 12}px` : "";
   }
   const plot = new uPlot({
     width: holder.clientWidth || 320, height: tall, legend: { show: false }, focus: { alpha: FADED },
     scales: { x: { time: false, ...scaled(view.logx) }, y: scaled(view.logy) },
-    axes: [{ ...style, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...ticks(view.logy) }],
+    axes: [{ ...style, size: 34, labelSize: 20, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...ticks(view.logy) }],
     series: [{ label: AXES[view.axis] }, ...series],
     bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {
+      draw: [(self) => shown.filter((curve) => curve.named).forEach((curve) => named(self, curve, text))],
       setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],
       setSelect: [(self) => { if (self.select.width > 0) {
         keep({ min: self.posToVal(self.select.left, "x"), max: self.posToVal(self.select.left + self.select.width, "x") });

@@ -22,18 +22,14 @@ function coloured(cell, low, high, best, point) {
   return found;
 }
 
-// `point` takes the cell under the pointer, or null.
+// `point` takes the cell under the pointer, or null. Without two axes there is no grid: the page's table names the cells.
 export function grid(found, again, point) {
   const losses = found.cells.map((cell) => cell.loss).filter(isNumber).map((x) => Math.log(Math.max(x, 1e-12)));
   const low = Math.min(...losses), high = Math.max(...losses);
   const of = (cell) => coloured(cell, low, high, found.best, point);
   const axes = Object.keys(found.axes).filter((name) => found.axes[name].length > 1);
+  if (!found.is_grid || axes.length < 2) return [];
   const said = make("p", { class: "soft" }, "Mean validation loss \u00b1 standard deviation over seeds. Blue is low.");
-  if (!found.is_grid || axes.length < 2) {
-    const cells = [...found.cells].sort((a, b) => (a.loss ?? Infinity) - (b.loss ?? Infinity));
-    return [said, table([["cell", false], ["loss", true]],
-      make("tbody", {}, ...cells.map((cell) => make("tr", {}, make("td", {}, cell.cell), of(cell)))))];
-  }
   if (!axes.includes(look.rows)) [look.rows] = axes;
   if (!axes.includes(look.columns) || look.columns === look.rows) look.columns = axes.find((name) => name !== look.rows);
   const choice = (key, title) => {

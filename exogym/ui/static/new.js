@@ -4,6 +4,7 @@ import { address, get, make, POLL_MS, send } from "./base.js";
 
 const PAUSE_MS = 300, MOST_SHOWN = 12;  // from the last key to a check; suggestions
 const COMMON = ["ddp", "diloco:H=30", "fedavg:H=10", "sparta", "demo", "powersgd"];
+const CHECKING = "Checking the line.";
 const OF_STRATEGIES = new Set(["strategies", "strategy"]);
 const FIRST = "compare --strategies ddp,diloco:H=30,sparta --nodes 4 --steps 400";
 
@@ -35,7 +36,7 @@ function written({ command, options }, forms) {
 }
 
 // What may stand at the cursor: [text, help] of each, and where the unfinished part begins.
-export function suggestions(line, forms, { strategies, options }) {
+export function suggestions(line, forms, strategies) {
   const before = words(line.replace(/\S*$/, "").replace(/^exogym\s+/, "")), part = /\S*$/.exec(line)[0], at = line.length - part.length;
   const from = (start, all) => ({ start, found: all.filter(([text]) => text.startsWith(line.slice(start)) && text !== line.slice(start)).slice(0, MOST_SHOWN) });
   if (!before.length) return from(at, Object.keys(forms).map((name) => [name, ""]));
@@ -47,10 +48,10 @@ export function suggestions(line, forms, { strategies, options }) {
   if (OF_STRATEGIES.has(last.name)) {
     const text = part.split(",").at(-1), own = text.split(":"), start = line.length - own.at(-1).length;
     if (own.length === 1) return from(start, Object.entries(strategies).map(([name, { title }]) => [name, title]));
-    const known = (strategies[own[0]]?.options ?? []).map((k) => options[k]), [name, value] = own.at(-1).split("=");
+    const known = strategies[own[0]]?.options ?? [], [name, value] = own.at(-1).split("=");
     if (value === undefined) return from(start, known.map((one) => [`${one.name}=`, one.help]));
     const one = known.find((each) => each.name === name);
-    return from(line.length - value.length, (one?.kind === "bool" ? ["true", "false"] : one?.choices ?? []).map((choice) => [choice, ""]));
+    return from(line.length - value.length, (one?.choices ?? []).map((choice) => [choice, ""]));
   }
   return from(at, last.choices.map((choice) => [choice, ""]));
 }
@@ -82,7 +83,7 @@ export function newPage(main) {
     } catch (error) { at.textContent = error.message; }
   } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
-  let forms = {}, catalog = { strategies: {}, options: [] }, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1;
+  let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1, begun = "";
 
   // Write a strategy into the line.
   function add(text) {
@@ -126,7 +127,7 @@ export function newPage(main) {
   }
 
   function changed() {
-    history.replaceState(null, "", `#/new?${new URLSearchParams({ line: line.value })}`);
+    begun = null;
     if (!trying) guessed.textContent = "";  // it was of another line
     if (document.activeElement === line) suggest();
     clearTimeout(checking);
@@ -134,6 +135,7 @@ export function newPage(main) {
   }
 
   async function check() {
+    if (begun === null) history.replaceState(null, "", `#/new?${new URLSearchParams({ line: line.value })}`);
     const mine = asked += 1, { command, options, error } = given();
     let found = { error, plan: "" };
     if (!error) {
@@ -145,6 +147,7 @@ export function newPage(main) {
       }
     }
     if (mine !== asked || gone) return;  // a later check is under way
+    if (at.textContent === CHECKING) at.textContent = "";
     wrong.textContent = found.error;
     line.setAttribute("aria-invalid", String(Boolean(found.error)));
     plan.textContent = found.plan && `Start trains ${found.plan}.`;
@@ -179,9 +182,9 @@ export function newPage(main) {
         return;
       }
       catalog = await get("/api/strategies");
-      line.value = await asWanted();
+      begun = line.value = await asWanted();
       if (gone) return;
-      form.hidden = false; at.textContent = "";
+      form.hidden = false; at.textContent = CHECKING;
       help.textContent = `Options: ${[...new Set(Object.values(forms).flat().filter((one) => one.is_basic).map((one) => flagsOf(one)[0]))].join(" ")} ... Type -- for all of them; Tab completes.`;
       check();
       poll();

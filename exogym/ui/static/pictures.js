@@ -1,12 +1,11 @@
 // Pictures on a canvas: nodes over steps, and the timeline.
 
 import { figure, get, isNumber, look, make, seconds, share } from "./base.js";
-import { draw, places } from "./curves.js";
+import { draw, markOf, places } from "./curves.js";
 
 const ABSENT = "#7a3e9d";
-const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", absent: ABSENT };
-const WORDS = { compute: "computing", send: "sending", wait: "waiting", absent: "absent" };
-const CROWD = "training loss of all nodes";
+const KINDS = { compute: ["#0072b2", "computing"], send: ["#d55e00", "sending"], wait: ["#b8b8b8", "waiting"], absent: [ABSENT, "absent"] };
+const CROWD = "training loss";
 const LEFT = 64, BELOW = 20;
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
   waiting: "share of time waiting", absent: "absent" };
@@ -62,7 +61,7 @@ export function nodesPicture() {
     crowd.hidden = !found.band;
     if (found.band) {
       const { low, median: y, high } = found.band;
-      draw(holders[CROWD], CROWD, [{ label: `median of ${found.of} nodes, band from 10 % to 90 %`, x: found.steps, y, low, high }], { ...look, axis: "step" });
+      draw(holders[CROWD], `${CROWD}: median of ${found.of} nodes, band from 10 % to 90 %`, [{ label: "median", x: found.steps, y, low, high }], { ...look, axis: "step" });
       worst.replaceChildren(...found.worst.map(({ node, loss }) => make("li", {}, `node ${node}: ${figure(loss)}`)));
     }
     const { steps, rows, away } = matrix(view);
@@ -109,11 +108,7 @@ export function timelinePicture(api) {
   const held = make("div", { class: "plot" }, canvas);
   const box = make("section", { hidden: true }, make("h2", {}, "Timeline"), legend, held, tools, said);
   let found = null, window_ = null, from = null, width = 1;  // window_: seconds from and to; null: all
-  for (const [kind, word] of Object.entries(WORDS)) {
-    const mark = make("span", { class: "mark" });
-    mark.style.background = KINDS[kind];
-    legend.append(make("span", {}, mark, word));
-  }
+  legend.append(...Object.values(KINDS).map(([color, word]) => make("span", {}, markOf({ color, dash: [] }), word)));
 
   // Show these seconds; at the ends the window stays as long as it is.
   function zoom(first, last) {
@@ -161,11 +156,11 @@ export function timelinePicture(api) {
     brush.fillText(last, LEFT + width - brush.measureText(last).width, below);
     const row = new Map(found.nodes.map((node, k) => [node, k]));
     for (const [node, kind, first, until] of found.spans) {
-      brush.fillStyle = KINDS[kind] ?? KINDS.down;
+      brush.fillStyle = KINDS[kind]?.[0] ?? "#b8b8b8";
       brush.fillRect(LEFT + width * (first - found.from_s) / long, row.get(node) * tall, Math.max(width * (until - first) / long, 0.5), tall - 2);
     }
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
-    const text = shares.map(([kind, part]) => `${WORDS[kind] ?? kind} ${share(part)}`).join(", ");
+    const text = shares.map(([kind, part]) => `${KINDS[kind]?.[1] ?? kind} ${share(part)}`).join(", ");
     const cut = long < found.whole_s ? ` Shown: ${seconds(found.from_s)} to ${last} of ${seconds(found.whole_s)}.` : " Drag over the picture to zoom.";
     const away = found.spans.some(([, kind]) => kind === "absent") ? " Waiting includes absent." : "";
     said.textContent = `Predicted time. Shares of the whole run: ${text}.${away}${cut}`;

@@ -1,7 +1,7 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, heading, isNumber, look, make, noRun, notes, PART_BYTES, POLL_MS, seconds,
+  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, heading, isNumber, look, make, noRun, notes, optionsOf, PART_BYTES, POLL_MS, seconds,
   skeleton, stateOf, table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -18,11 +18,9 @@ const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawi
 
 // One row for each option: first those that differ from the defaults, the others folded.
 function optionTables({ description, usual = [] }) {
-  const all = Object.entries(description).filter(([key, value]) => value !== null && key !== "model").flatMap(([key, value]) => (
-    typeof value !== "object" || Array.isArray(value) ? [[key, key, value]] : Object.entries(value).map(([name, one]) => [key, `${key}.${name}`, one])));
-  const text = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
-  const rows = (wanted) => make("tbody", {}, ...all.filter(([key, , value]) => value !== null && wanted === usual.includes(key)).map(([, title, value]) => make("tr", {},
-    make("th", { scope: "row" }, title), make("td", { class: "text" }, text(value)))));
+  const all = optionsOf(description).filter(([key]) => key !== "model");
+  const rows = (wanted) => make("tbody", {}, ...all.filter(([key]) => wanted === usual.includes(key)).map(([, name, text]) => make("tr", {},
+    make("th", { scope: "row" }, name), make("td", { class: "text" }, text))));
   const heads = [["option", false], ["value", false]];
   return [table(heads, rows(false)), make("details", {}, make("summary", {}, "Options with their defaults"), table(heads, rows(true)))];
 }
@@ -36,18 +34,21 @@ export function runPage(main, name) {
   const nodes = nodesPicture(), timeline = timelinePicture(`/api/runs/${address(name)}`), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
-  main.append(head, trouble, at, bones, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
-    link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json"), again.link),
-    first, charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
+  const [axes, choices] = axisChoice("axis", { logx: "Log x", logy: "Log y" }, () => show(), again.link);
+  const rest = make("div", { hidden: true }, axes, choices,
+    first, charts, hosts, nodes.box, timeline.box, own, about, make("div", { class: "bar" },
+      link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json")), make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
+  main.append(head, trouble, at, bones, tiles, health, actions.box, rest);
   const next = followed(name, MOST_POINTS);
   let rows = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
   function show() {
     const axis = rows.some((row) => isNumber(row[look.axis])) ? look.axis : "step";
+    for (const tab of axes.children) tab.hidden = !rows.some((row) => isNumber(row[tab.value]));
     const x = rows.map((row) => row[axis]);
     for (const [title, names] of Object.entries(CHARTS)) {
-      draw(holders[title], title, names.map((label) => ({ label, x, y: rows.map((row) => row[label]) })));
+      draw(holders[title], title, names.map((label) => ({ label, x, y: rows.map((row) => row[label]) })), { ...look, axis });
     }
   }
 
@@ -101,7 +102,7 @@ export function runPage(main, name) {
 
   function describe(found) {
     run = found;
-    bones.remove(); head.fill();
+    bones.remove(); head.fill(run); own.fill(run); rest.hidden = false;
     over = run.state !== "running";
     actions.show(run.actions);
     again.show(run);
@@ -159,7 +160,7 @@ export function runPage(main, name) {
   }
   poll();
   return {
-    update() { own.fill(); head.fill(); if (over && !timer && !gone && find(name)?.state === "running") poll(); },
+    update() { if (over && !timer && !gone && find(name)?.state === "running") poll(); },
     leave() { clearTimeout(timer); gone = true; },
   };
 }

@@ -3,23 +3,29 @@
 import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, stateOf, store, titled, toAddress } from "./base.js";
 
 const MOST_ROWS = 300, BONES = 8, MOST_POINTS = 60;  // rows at first, rows of the skeleton, points of a sparkline
+const MOST_AT_ONCE = 4, NEWER = 1.05;  // sparklines asked for; a curve is asked for again when it is 5 % longer
 const DEMO = "#/new?line=compare+--strategies+ddp,diloco:H=10,sparta+--nodes+4+--steps+400";
 const [WIDE, HIGH] = [90, 22], sparks = new Map(), open = new Set();
-let most = MOST_ROWS, asking = 0;
+let most = MOST_ROWS, asking = 0, waiting = [];
 
-// A small curve of the loss. It is asked for when the row comes into view, and again when the run has gone on.
+// A small curve of the loss. It is asked for when the row comes into view.
 const seen = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); fetched(target); }
+  for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); waiting.push(target); }
+  next();
 });
+function next() {
+  waiting = waiting.filter((box) => box.isConnected);
+  while (asking < MOST_AT_ONCE && waiting.length) fetched(waiting.shift());
+}
 async function fetched(box) {
-  const { run } = box, known = sparks.get(run.name);
-  if (known?.step === run.step || asking > 3) return;
+  const { run } = box, { step = Infinity } = sparks.get(run.name) ?? {};
+  if (run.step === step || (run.state === "running" && run.step > step && run.step < NEWER * step)) return;
   asking += 1;
   try {
     const { records } = await get(`/api/runs/${address(run.name)}/records?node=none&after=-1&most=${MOST_POINTS}`);
     sparks.set(run.name, { step: run.step, losses: ["val_loss", "train_loss"].map((key) => records.map((row) => row[key]).filter((y) => isNumber(y) && y > 0)).find((all) => all.length > 1)?.map(Math.log) ?? [] });
     box.replaceChildren(curve(run));
-  } catch { /* the row says what is wrong */ } finally { asking -= 1; }
+  } catch { /* the row says what is wrong */ } finally { asking -= 1; next(); }
 }
 function curve(run) {
   const losses = sparks.get(run.name)?.losses ?? [];
@@ -33,9 +39,10 @@ function curve(run) {
   return picture;
 }
 function sparkline(run) {
+  if (run.kind !== "run" || run.step === null) return "";
   const box = make("span", { class: "spark" }, curve(run));
   box.run = run;
-  if (run.kind === "run" && run.step !== null) seen.observe(box);
+  seen.observe(box);
   return box;
 }
 
@@ -45,14 +52,13 @@ function progress(run) {
   const text = `${run.step}/${run.total_steps}`;
   if (run.state !== "running") return text;
   const left = run.step > 0 && isNumber(run.wall_s) ? `, ${seconds(run.wall_s * (run.total_steps - run.step) / run.step)} left` : "";
-  return make("span", { class: "progress" }, make("progress", { max: run.total_steps, value: run.step, "aria-label": text }), ` ${text}${left}`);
+  return make("span", {}, `${text}${left}`, make("progress", { max: run.total_steps, value: run.step, "aria-label": text }));
 }
 
 export const COLUMNS = [
   ["name", "run", (run) => run.name],
   ["state", "state", (run) => run.state],
-  ["strategy", "strategy", (run) => run.strategy],
-  ["task", "task", (run) => run.task],
+  ["strategy", "strategy", (run) => make("span", {}, ...(run.strategy ?? "").split(/(?<=[,:])/).flatMap((part) => [part, make("wbr")]))],
   ["step", "progress", progress, true],
   ["loss", "loss", (run) => make("span", {}, sparkline(run), figure(run.loss, 3)), true],
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
@@ -61,6 +67,7 @@ export const COLUMNS = [
 ];
 
 const FURTHER = [  // columns that a reader may add
+  ["task", "task", (run) => run.task],
   ["accuracy", "accuracy", (run) => share(run.accuracy), true],
   ["time_s", "predicted time", (run) => seconds(run.time_s), true],
   ["kind", "kind", (run) => run.kind],
@@ -73,18 +80,18 @@ function columns() {
   return look.columns ? [...COLUMNS, ...FURTHER].filter(([key]) => key === "name" || wanted.includes(key)) : COLUMNS;
 }
 
-export function cell(run, [key, , text, number]) {
+export function cell(run, [key, title, text, number]) {
   if (key === "name") {
-    const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`, title = titled(run);
-    return make("td", { class: `name${run.name.includes("/") ? " child" : ""}`, title: run.reason ?? run.note }, make("a", { href: way }, title),
-      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), title === run.name ? "" : make("small", { class: "soft" }, run.name));
+    const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`, name = titled(run);
+    return make("td", { class: `name${run.name.includes("/") ? " child" : ""}`, title: run.reason ?? run.note }, make("a", { href: way }, name),
+      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), name === run.name ? "" : make("small", { class: "soft" }, run.name));
   }
   if (key === "state") return make("td", {}, stateOf(run.state));
-  return make("td", { class: number ? "number" : "text" }, text(run));
+  return make("td", { class: number ? "number" : "text", "data-head": title }, text(run));
 }
 
 export function runsPage(main) {
-  const body = make("tbody"), head = make("tr"), count = make("p", { class: "soft", role: "status" });
+  const body = make("tbody", { class: "runs" }), head = make("tr"), count = make("p", { class: "soft", role: "status" });
   const compare = make("button", { type: "button", id: "compare", onclick() {
     location.hash = `#/compare/${[...store.chosen].map(encodeURIComponent).join("&")}`;
   } }, "Compare selected");
@@ -119,7 +126,7 @@ export function runsPage(main) {
         heads(); show(); keep();
       } }), ` ${title}`);
     return make("details", { id: "columns" }, make("summary", { class: "soft" }, "Columns"),
-      make("div", { class: "columns" }, ...[...COLUMNS, ...FURTHER].slice(1).map(([key, title]) => box(key, title))));
+      make("div", { class: "choices" }, ...[...COLUMNS, ...FURTHER].slice(1).map(([key, title]) => box(key, title))));
   }
 
   function heads() {
@@ -151,13 +158,16 @@ export function runsPage(main) {
       ? "No runs yet. Runs of exogym compare and fit(run_dir=...) appear here as soon as they begin."
       : `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
     start.hidden = !store.known || store.list.length > 0;
-    bar.hidden = box.hidden = store.known && !store.list.length;
+    bar.hidden = !store.list.length;
+    box.hidden = store.known && !store.list.length;
     if (!store.known) {
       const bones = () => make("tr", { "aria-hidden": "true" }, make("td"), ...columns().map(() => make("td", {}, make("span", { class: "bone" }))));
       body.replaceChildren(...Array.from({ length: BONES }, bones));
       more.hidden = compare.disabled = true;
       return;
     }
+    const keyOf = (one) => one.getAttribute("aria-label") ?? one.getAttribute("href");
+    const held = body.contains(document.activeElement) ? keyOf(document.activeElement) : null;
     body.replaceChildren(...found.slice(0, most).map((run) => {
       const box = make("input", { type: "checkbox", "aria-label": `select ${run.name}`, onchange(event) {
         if (event.target.checked) store.chosen.add(run.name); else store.chosen.delete(run.name);
@@ -168,11 +178,12 @@ export function runsPage(main) {
         "aria-expanded": String(isOpen), "aria-label": `runs of ${run.name}`, onclick() { if (!open.delete(run.name)) open.add(run.name); show(); } }, isOpen ? "\u25BE" : "\u25B8");
       return make("tr", {}, make("td", { class: "pick" }, box, unfold), ...columns().map((column) => cell(run, column)));
     }));
+    if (held) [...body.querySelectorAll("a, input, button")].find((one) => keyOf(one) === held)?.focus();
     if (!performance.getEntriesByName("listed").length) performance.mark("listed");  // the time to the first list
     more.hidden = found.length <= most;
     compare.disabled = !store.chosen.size;
   }
   heads();
   show();
-  return { update() { if (!body.contains(document.activeElement)) show(); }, leave() {} };
+  return { update: show, leave() {} };
 }

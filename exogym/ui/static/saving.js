@@ -23,7 +23,7 @@ function look() {
 }
 
 const ABOVE = 26, LINE = 17;
-const FONT = "system-ui, sans-serif";
+export const FONT = "system-ui, sans-serif";
 const NAMESPACE = ["http:", "", "www.w3.org", "2000", "svg"].join("/");  // a name: nothing is loaded from there
 
 export function png(plot, title, curves) {
@@ -72,7 +72,7 @@ export function svg(plot, title, axes, curves) {
       if (around.length) parts.push(`<path d="M${around.join("L")}Z" fill="${color}" fill-opacity=".2"/>`);
     }
     const found = points(plot.data[at]);
-    if (found.length) parts.push(`<path d="M${found.join("L")}" fill="none" stroke="${color}" stroke-width="1.6"${dash ? ' stroke-dasharray="5 3"' : ""}/>`);
+    if (found.length) parts.push(`<path d="M${found.join("L")}" fill="none" stroke="${color}" stroke-width="1.6"${dash.length ? ` stroke-dasharray="${dash.map((part) => 1.8 * part).join(" ")}"` : ""}/>`);
   }
   const below = top + tall + 48, height = below + LINE * curves.length;
   curves.forEach(({ label, color }, k) => {
