@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from paths import ROOT
 from raylets import raylets
 from torch.nn.functional import mse_loss
@@ -21,6 +22,8 @@ from torch.nn.functional import mse_loss
 from exogym import LocalTrainer, NetworkTrainer, Placement
 from exogym.clusters.ray import Ray
 from exogym.clusters.ray.cluster import check_versions, looker
+from exogym.clusters.ray.engine import _Watch
+from exogym.core.engine import EngineOptions
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -191,6 +194,13 @@ def wait_for_checkpoint(folder: Path, run: subprocess.Popen[str]) -> None:
     while not list(folder.glob("step_*/run.json")):
         assert run.poll() is None, run.communicate()
         time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("process", "name"), [(0, "node 0"), (1, "nodes 1 to 3")])
+def test_the_error_of_a_lost_process_names_its_nodes(process: int, name: str) -> None:
+    watch = _Watch([], [], EngineOptions(4, 2, torch.device("cpu"), placement=[[0], [1, 2, 3]]), {})
+    watch.ended = {process: ("gone", "the worker died")}
+    assert str(watch._cause()).startswith(f"worker process {process} ({name}) is lost: the worker died")
 
 
 @pytest.mark.slow

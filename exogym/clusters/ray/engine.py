@@ -225,7 +225,8 @@ class _Watch:
     def _cause(self) -> BaseException | None:
         """Return why the run has failed, if known. A process that only misses another one is not the cause."""
         for process, end in sorted(self.ended.items()):
-            who = f"worker process {process}"
+            first, last = self.options.placement[process][0], self.options.placement[process][-1]
+            who = f"worker process {process} ({f'node {first}' if first == last else f'nodes {first} to {last}'})"
             if end[0] == "gone":
                 return WorkerError(f"{who} is lost: {_first_lines(end[1])}; earlier checkpoints are valid")
             if end[0] == "error":
