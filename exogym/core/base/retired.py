@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import re
 import sys
 from typing import Any
 
@@ -217,3 +218,23 @@ def is_default(name: str, value: Any) -> bool:
     """
     is_retired = any(key.rpartition(".")[2] == name for key in RETIRED)
     return is_retired and (value == DEFAULTS[name] if name in DEFAULTS else not value)
+
+
+def is_same(name: str, before: Any, now: Any) -> bool:
+    """Return whether the option `name` of a saved run has its value of now. Whole step times had no unit before.
+
+    >>> is_same("step_seconds", ["80", 0.5], ["80s", 0.5]), is_same("step_seconds", 20, "20ms"), is_same("H", 5, 5)
+    (True, False, True)
+    """
+    if before == now or name != "step_seconds":
+        return bool(before == now)
+    if isinstance(before, dict) and isinstance(now, dict):  # a `StepTime`
+        rest = before | {"seconds": 0} == now | {"seconds": 0}
+        return rest and is_same(name, before.get("seconds"), now.get("seconds"))
+    if isinstance(before, list):
+        return [_with_unit(each) for each in before] == now
+    return bool(_with_unit(before) == now)
+
+
+def _with_unit(seconds: Any) -> Any:
+    return f"{seconds}s" if isinstance(seconds, int | str) and re.fullmatch("[1-9][0-9]+", str(seconds)) else seconds

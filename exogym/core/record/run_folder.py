@@ -36,6 +36,7 @@ import numpy as np
 from exogym.core.base.files import cut_torn_line, is_plain, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.base.processes import described, is_alive
+from exogym.core.base.retired import is_same
 from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.observers import Fields
@@ -139,7 +140,7 @@ class RunFolder(OnDisk):
         before: Any = read_object(self.folder / "run.json").get("description")
         common = before.keys() & now.keys() - set(FREE) if isinstance(before, dict) else set()
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
-                      if before[name] != now[name]]:  # fmt: skip
+                      if not is_same(name, before[name], now[name])]:  # fmt: skip
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} holds another run: give another folder. The runs differ in\n  "
                 + "\n  ".join(unlike)

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exogym.core.base.locks import LOCK, is_old
-from exogym.core.base.retired import is_default
+from exogym.core.base.retired import is_default, is_same
 from exogym.core.communicator import Wire, barrier, gather, ship, tell
 from exogym.core.progress import warn
 from exogym.core.saving.checkpoint_files import (
@@ -276,14 +276,16 @@ def _others(wire: Wire) -> range:
 def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
     """Return one line of text for each value that differs between two run descriptions.
 
-    A retired option that a run left at its default does not count.
+    A retired option that a run left at its default does not count, nor a step time that had no unit yet.
     """
     lines = []
     for key in sorted(saved.keys() | current.keys()):
         a, b = saved.get(key), current.get(key)
+        if is_same(key, a, b):
+            continue
         if isinstance(a, dict) and isinstance(b, dict):
             lines += differences(a, b, f"{path}{key}.")
-        elif a != b and not (key not in current and is_default(key, a)):
+        elif not (key not in current and is_default(key, a)):
             lines.append(f"{path}{key}: saved {a!r}, now {b!r}")
     return lines
 

@@ -21,6 +21,7 @@ from exogym.core.base.locks import LOCK
 from exogym.core.base.processes import described
 from exogym.core.record.observers import Observer
 from exogym.core.record.run_folder import FILES, RunFolder, read_status
+from exogym.core.saving.checkpoint import differences
 from exogym.core.training.standing import SIGN_PAUSE_S
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
@@ -251,6 +252,21 @@ def test_the_records_of_another_run_are_not_replaced(tmp_path):
     assert "holds another run" in str(other.ended) and "seed: 0, now 1" in str(other.ended)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert train(tmp_path, max_steps=16, resume=True, save_dir=tmp_path / "saved").ended is None
+
+
+STEP_TIMES = [(20, "20s"), ("20", "20s"), ([80, 0.5], ["80s", 0.5])]
+
+
+@pytest.mark.parametrize(("saved", "now"), [*STEP_TIMES, ({"seconds": 20, "seed": 1}, {"seconds": "20s", "seed": 1})])
+def test_a_step_time_that_was_saved_without_a_unit_is_the_one_with_it(saved, now, tmp_path):
+    """A whole number of 10 or more is refused now, so a run that began with it goes on with the unit."""
+    (tmp_path / "run.json").write_text(json.dumps({"description": {"step_seconds": saved}}))
+    folder = RunFolder(tmp_path, 10, resume=True)
+    folder._check_same({"step_seconds": now})
+    assert not differences({"step_seconds": saved}, {"step_seconds": now})
+    with pytest.raises(ArgumentError, match="holds another run"):
+        folder._check_same({"step_seconds": "20ms"})
+    assert differences({"step_seconds": saved}, {"step_seconds": "20ms"})
 
 
 @pytest.mark.parametrize("name", FILES)
