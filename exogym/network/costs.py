@@ -292,9 +292,9 @@ def price_server(
         members if isinstance(links, UniformLinks) else np.asarray(members)
     )
     far, total = float(np.max(alpha)), Cost()
-    most = getattr(links, "stream_bps", np.inf)  # of one connection
+    most_bps = links.connection(members if isinstance(links, UniformLinks) else np.asarray(members), near)
     for way in ways:
-        line = np.minimum(up if way == "up" else down, most)
+        line = np.minimum(up if way == "up" else down, most_bps)
         total += Cost(far, 8 * size * max(1 / float(np.min(line)), n / line_of_server(up, down, server_bps)), 1)
     return total
 

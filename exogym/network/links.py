@@ -7,6 +7,7 @@ Each kind of links has the same methods. The methods take one id or an array of 
 - `line(i)`: node i's own connection (its line), which all its messages share.
 - `outside(i)`: the link to a server, which is not a node.
 - `near(i)`: the link to a server in node i's own island.
+- `connection(i, near)`: the most that one connection to such a server reaches, however fast the lines are.
 - `slowest(ids)`: the slowest link, if each of these nodes sends to another one of these nodes at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
@@ -41,6 +42,7 @@ class Links(Protocol):
     def line(self, i: Any) -> Pair: ...
     def outside(self, i: Any) -> tuple[Any, Any, Any]: ...
     def near(self, i: Any) -> tuple[Any, Any, Any]: ...
+    def connection(self, i: Any, near: bool) -> Any: ...
     def slowest(self, ids: np.ndarray) -> Pair: ...
 
 
@@ -75,6 +77,9 @@ class UniformLinks:
 
     near = outside
 
+    def connection(self, i: Any, near: bool) -> Any:
+        return self.stream_bps
+
     def slowest(self, ids: np.ndarray) -> Pair:
         return self.bandwidth_bps, self.latency_s
 
@@ -104,6 +109,7 @@ class MatrixLinks:
         self.far_s = np.maximum(far.max(1), far.max(0))
         near = np.where(others, self.latency_s, np.inf)
         self.near_s = np.minimum(near.min(1), near.min(0)) if self.size > 1 else self.far_s
+        self.far_stream_bps = self.near_stream_bps = np.full(self.size, np.inf)
 
     def link(self, i: Any, j: Any) -> Pair:
         return self.bandwidth_bps[i, j], self.latency_s[i, j]
@@ -119,6 +125,9 @@ class MatrixLinks:
 
     def near(self, i: Any) -> tuple[Any, Any, Any]:
         return self.up_bps[i], self.down_bps[i], self.near_s[i]
+
+    def connection(self, i: Any, near: bool) -> Any:
+        return (self.near_stream_bps if near else self.far_stream_bps)[i]
 
     def slowest(self, ids: np.ndarray) -> Pair:
         both = ~np.eye(len(ids), dtype=bool)
@@ -157,6 +166,9 @@ class LineLinks:
 
     near = outside
 
+    def connection(self, i: Any, near: bool) -> Any:
+        return self.stream_bps
+
     def slowest(self, ids: np.ndarray) -> Pair:
         return min(self.lines_bps[ids].min(), self.stream_bps), self.latency_s
 
@@ -183,6 +195,7 @@ class GroupLinks:
         self.between, self.shared = between, shared
         self.bandwidth_bps = np.array([links.bandwidth_bps for links in inside])
         self.latency_s = np.array([links.latency_s for links in inside])
+        self.stream_bps = np.array([links.stream_bps for links in inside])
         self.up_bps, self.down_bps = (np.array([line[k] for line in (x.line(0) for x in inside)]) for k in (0, 1))
 
     def link(self, i: Any, j: Any) -> Pair:
@@ -228,6 +241,10 @@ class GroupLinks:
         g = self.group_of[i]
         return self.up_bps[g], self.down_bps[g], self.latency_s[g]
 
+    def connection(self, i: Any, near: bool) -> Any:
+        g = self.group_of[i]
+        return self.stream_bps[g] if near else self.between.connection(g, near)
+
     def slowest(self, ids: np.ndarray) -> Pair:
         groups, counts = np.unique(self.group_of[ids], return_counts=True)
         pairs = groups[counts > 1]
@@ -253,6 +270,10 @@ def limited(links: Any, share: float, stream_bps: Callable[[Any], Any]) -> Any:
     links.up_bps, links.down_bps = share * links.up_bps, share * links.down_bps
     if isinstance(links, GroupLinks):
         links.between = limited(links.between, share, stream_bps)
+        links.stream_bps = np.minimum(links.stream_bps, stream_bps(links.latency_s))
+    else:
+        links.far_stream_bps = np.minimum(links.far_stream_bps, stream_bps(links.far_s))
+        links.near_stream_bps = np.minimum(links.near_stream_bps, stream_bps(links.near_s))
     return links
 
 

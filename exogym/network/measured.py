@@ -313,8 +313,18 @@ class Measurement:
         per_byte = time / size
         if len(sizes) > 1 and times[-1] > times[0]:
             per_byte = float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))
-        alpha = max(0.0, time - per_byte * size) / unit.latency_s if self.latency_s is None else self.latency_s
         least, most = 1.0, 1e16  # bits per second
+        alpha = self.latency_s
+        if alpha is None:
+            waits = cost_among(
+                UniformLinks(most, most, 1.0), None, kind, way, size, range(self.num_nodes), library=self.library
+            )
+            alpha = max(0.0, time - per_byte * size) / waits.latency_s
+        if (shortest_s := self._formula_s(UniformLinks(most, most, alpha), kind, way, size)) >= time:
+            raise ArgumentError(
+                f"latency={alpha!r} alone takes {shortest_s:.3g} s of {name}, which was measured to take {time:.3g} s: "
+                "give a smaller latency, or leave it out"
+            )
         for _ in range(HALVINGS):  # the time falls as the bandwidth grows
             middle = math.sqrt(least * most)
             is_fast = self._formula_s(UniformLinks(middle, middle, alpha), kind, way, size) < time

@@ -10,7 +10,7 @@ import numpy as np
 
 from exogym.core.base.rng import numpy_generator
 from exogym.core.base.turns import turns_of
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, line_of_server, price
 from exogym.network.libraries import OWN, chosen, cost_among
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
@@ -145,8 +145,8 @@ class Pricing:
         if not 0 <= payload_bytes < math.inf:
             raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
         ids = self._members(members)
-        count = math.ceil(payload_bytes / self.bucket_bytes) if kind in OWN["nccl"] else 1
-        names, size = algorithms_of(kind), payload_bytes / max(count, 1)
+        count, names = self._buckets(kind, payload_bytes), algorithms_of(kind)
+        size = payload_bytes / count
         way = self._own_way(kind, size, ids) if algorithm is None else NAMES.get(algorithm, algorithm)
         check_choice("algorithm", way, names)
         if count > 1 and way not in ("chain", "server"):  # pieces follow each other down a chain without a gap
@@ -173,9 +173,13 @@ class Pricing:
             cost = self._over_tcp(cost, 1 if alone else 2 * turns)
         return cost + Cost(self._copying_s(kind, way, payload_bytes, n))
 
+    def _buckets(self, kind: str, payload_bytes: float) -> int:
+        """Return in how many equal collectives a payload is sent."""
+        return max(1, math.ceil(payload_bytes / self.bucket_bytes)) if kind in OWN["nccl"] else 1
+
     def _own_way(self, kind: str, payload_bytes: float, members: Sequence[int]) -> str:
         """Return the algorithm that the library takes, or the first one without a library."""
-        if self.library not in OWN or kind not in OWN[self.library]:
+        if self.library not in OWN or kind not in OWN[self.library] or len(members) == 1:
             return algorithms_of(kind)[0]
         bandwidth, _ = self.links.slowest(np.asarray(members))
         return chosen(self.library, kind, len(members), payload_bytes, float(bandwidth))
@@ -212,7 +216,8 @@ class Pricing:
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]
         if self.library in OWN:
-            names = [self._own_way(kind, payload_bytes, self._members(members))]
+            size = payload_bytes / self._buckets(kind, payload_bytes)
+            names = [self._own_way(kind, size, self._members(members))]
         if self.tcp and self.measurement is None:
             names = ["exact"] if kind == "all_reduce" else names[:1]
         among = len(self._members(members))
@@ -265,6 +270,9 @@ class Pricing:
         """
         check_count("depth", depth)
         check_count("microbatches", microbatches)
+        check_number("compute_s", compute_s, least=0)
+        check_number("activation_bytes", activation_bytes, least=0)
+        check_number("backward", backward, least=0)
         one = self.cost("send", activation_bytes, 2) if depth > 1 else Cost()
         alpha, send_s = self.duration_s(Cost(one.latency_s, hops=one.hops)), self.duration_s(Cost(0.0, one.transfer_s))
         total = 0.0

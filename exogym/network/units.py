@@ -59,10 +59,10 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
 
 
 def parse_bytes(given: Any, name: str) -> float:
-    """Return bytes, over 0, from a number or from text such as "25MB" or "3 MiB".
+    """Return bytes, at least 1, from a number or from text such as "25MB" or "3 MiB".
 
     Raises:
-        ArgumentError: not a number, no unit of bytes, or not over 0.
+        ArgumentError: not a number, no unit of bytes, or under 1 byte.
 
     >>> parse_bytes("25MB", "bucket"), parse_bytes("3MiB", "stream"), parse_bytes(1e6, "bucket")
     (25000000.0, 3145728.0, 1000000.0)
@@ -70,9 +70,12 @@ def parse_bytes(given: Any, name: str) -> float:
     value, unit = _split(given, name, "'25MB'")
     prefix, base = unit.removesuffix("B").removesuffix("i").lower(), 1024 if unit.endswith("iB") else 1000
     powers = ("", "k", "m", "g")
-    if (isinstance(given, str) and not unit.endswith("B")) or prefix not in powers or not 0 < value < math.inf:
-        raise ArgumentError(f"{name}={given!r} must be bytes over 0, as '25MB' or '3MiB'")
-    return float(value * base ** powers.index(prefix))
+    if (isinstance(given, str) and not unit.endswith("B")) or prefix not in powers:
+        raise ArgumentError(f"{name}={given!r} must be bytes, as '25MB' or '3MiB'")
+    size = float(value * base ** powers.index(prefix))
+    if not 1 <= size < math.inf:
+        raise ArgumentError(f"{name}={given!r} must be at least 1 byte and finite, as '25MB' or '3MiB'")
+    return size
 
 
 def parse_seconds(given: Any, name: str = "latency") -> float:

@@ -150,6 +150,34 @@ def test_each_bucket_has_its_own_latency():
     assert nccl[0] == nccl[1]  # pieces follow each other down a chain
 
 
+def test_each_bucket_chooses_its_algorithm():
+    small, cut = (Network(B, ALPHA, library="nccl", bucket=bucket) for bucket in (None, "1kB"))
+    assert cut.cheapest("all_reduce", 1e6, 16)[0] == small.cheapest("all_reduce", 1e3, 16)[0] == "double_tree"
+    assert cut.cheapest("all_reduce", 1e6, 16)[1] == pytest.approx(cut.cost("all_reduce", 1e6, 16).seconds)
+
+
+@pytest.mark.parametrize("stream", ["10Mbps", "12.5kB"])  # 12.5 kB in each round trip of 10 ms are 10 Mbps
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **limits: Network("1Gbps", "5ms", **limits),
+        lambda **limits: Network(["1Gbps", "1Gbps"], "5ms", **limits),
+        lambda **limits: Network.matrix([[0, "1Gbps"], ["1Gbps", 0]], "5ms", **limits),
+        lambda **limits: Network.groups([1, 1], "1Gbps,5ms", "1Gbps,5ms", **limits),
+        lambda **limits: Network.groups([1, 1], Network("1Gbps", "5ms", **limits), Network("1Gbps", "5ms", **limits)),
+    ],
+)
+def test_a_connection_to_a_server_has_its_limit_too(make, stream):
+    network = make(stream=stream)
+    assert network.cost("push", 1e6, 2).transfer_s == pytest.approx(0.8)
+    assert network.cost("push", 1e6, 2, "island").transfer_s == pytest.approx(0.8)
+
+
+def test_one_member_of_a_matrix_costs_nothing():
+    network = Network.matrix([[0, 1e9], [1e9, 0]], ALPHA, library="nccl")
+    assert network.cost("all_reduce", 1e6, 1).seconds == network.cheapest("all_reduce", 1e6, [1])[1] == 0
+
+
 def test_hierarchical_all_reduce_finds_the_islands_of_a_matrix():
     zone = [0, 0, 0, 1, 1, 1]
     rates = [[1e10 if a == b else 1e8 for b in zone] for a in zone]
@@ -166,7 +194,7 @@ def test_hierarchical_all_reduce_finds_the_islands_of_a_matrix():
         Network("1Gbps", "10ms", library="nccl", efficiency=0.5, stream="5Gbps", bucket="25MB"),
         Network.matrix([[0, 1e9], [1e8, 0]], "5ms", library="gloo", stream="3MiB"),
         Network.groups([2, 2], "10Gbps", Network("1Gbps", efficiency=0.5), shared=2, library="any"),
-        Network.measured({1e6: 0.1}, num_nodes=4, latency="10ms", library="gloo"),
+        Network.measured({1e6: 0.2}, num_nodes=4, latency="10ms", library="gloo"),
     ],
 )
 def test_options_survive_their_description(network):
@@ -193,6 +221,10 @@ def test_links_from_one_probe_give_its_time(library):
         (lambda: Network(B, stream="fast"), "stream"),
         (lambda: Network(B, bucket="25"), "bytes"),
         (lambda: Network(B, streams="5Gbps"), "did you mean 'stream'"),
+        (lambda: Network(B, bucket=1e-310), "bucket=1e-310 must be at least 1 byte"),
+        (lambda: Network(B).pipeline_s(math.nan, 1.0, 4, 8), "compute_s=nan"),
+        (lambda: Network(B).pipeline_s(1.0, 1.0, 4, 8, backward=-1), "backward=-1"),
+        (lambda: Network.measured({1e6: 0.02}, num_nodes=4, latency=1), "latency=1.0 alone takes 6 s of all_reduce"),
         (lambda: Network.groups([2, 2], Network(B, library="nccl"), "1Gbps"), "library and bucket"),
     ],
 )

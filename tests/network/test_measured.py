@@ -269,6 +269,16 @@ def test_small_disorder_is_noise_and_a_cold_one_may_be_no_slower():
     assert network.set_up_s("all_reduce") == 0.0
 
 
+@pytest.mark.parametrize("library", [None, "gloo", "nccl"])
+@pytest.mark.parametrize("probes", [{1e3: 6e-3, 1e6: 7e-3}, {1e3: 6e-3, 1e9: 2.0}])
+def test_links_from_probes_give_the_probes_time(library, probes):
+    network = Network.measured(probes, num_nodes=4, library=library)
+    size, time = list(probes.items())[-1]
+    assert network.links.bandwidth_bps < 1e12
+    links = Network(network.links.bandwidth_bps, network.links.latency_s, library=library)
+    assert links.cost("all_reduce", size, 4, "ring").seconds == pytest.approx(time)
+
+
 def test_advice_says_what_was_measured_and_what_was_not(capsys):
     network = Network.measured({4e8: 10.0}, num_nodes=4, first=11.0)
     told = advise(parameters=1e8, num_nodes=4, network=network, step_seconds=1.0, strategies=["ddp", "diloco:H=10"])
