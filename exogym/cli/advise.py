@@ -140,6 +140,9 @@ def advise(
     --hosts, ExoGym measures the hosts first. If the file or this measurement has the time of a step, ExoGym uses it.
     """
     _check_pairs(context)
+    for name, number in (("--nodes", nodes), ("--steps", steps)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name}={number} must be a whole number of at least 1")
     if own_task is not None:
         if ":" not in own_task:
             raise ArgumentError(f"--task={own_task!r} should be module:function; --dataset takes {', '.join(DATASETS)}")
@@ -161,7 +164,7 @@ def advise(
         None if config is None else config.slots,
     ]  # fmt: skip
     measured = hosts is not None or (links is not None and links.measurement is not None)
-    assumed = step is None and dataset is None and step_seconds is None and not measured
+    assumed = flops is None and (device is not None or (step_seconds is None and dataset is None and not measured))
     given = {
         "network": network or hosts, "parameters": dataset if parameters is None else parameters,
         "nodes": next((n for n in known if n is not None), dataset),
@@ -187,7 +190,7 @@ def advise(
             raise ArgumentError(f"--hosts has {config.slots} nodes, wanted {count}: give the same number of nodes")
         predict(network="lan-1g", step_seconds=step or 1.0, **predicted)  # raises now: measuring takes a minute
         links = measure_hosts(config, MEASURED_FILE, task=dataset)
-        step = _measured_steps(links, dataset) if step_seconds is None and flops is None else step
+        step = _measured_steps(links, dataset) if step_seconds is None and flops is None and not assumed else step
     step = measured_step_s(task, None) if task is not None and step is None else step
     advice = predict(network=links, step_seconds=step, **predicted)
     if assumed:

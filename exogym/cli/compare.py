@@ -180,6 +180,9 @@ def compare(
     given["network"] = given["network"] and with_library(given["network"], library)
     if resume:
         given |= _as_before(context, out, given)
+    for name in ("step_seconds", "speeds"):
+        if given[name] is not None and given["network"] is None:
+            raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
     if context.params["estimate"]:
         print(estimate_of_comparison(**placed(given)))

@@ -156,10 +156,10 @@ BAD = {
     "network": (["--network", "wify"], "did you mean 'wifi'"),
     "step": (["--network", "wifi", "--step-seconds", "soon"], "step_seconds='soon'"),
     "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
-    "step without network": (["--step-seconds", "1"], "step_seconds='1' needs network"),
+    "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
     "processes=auto is retired": (["--processes", "auto"], "give a number, such as processes=4"),
     "timeline is retired": (["--timeline"], "exogym ui draws what the nodes did"),
-    "speeds without network": (["--speeds", "1,1"], "speeds=[1.0, 1.0] needs network"),
+    "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
     "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
     "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),
     "number of speeds": (
@@ -269,6 +269,15 @@ def test_options_reach_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds(*work) == pytest.approx(100 / (0.4 * 312) + 4e8 * 8 / 1e9)
 
 
+def test_a_named_device_replaces_a_measured_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"num_nodes": 2, "collectives": {"all_reduce": {"4000000": 0.1}}, "step_s": [7.0, 7.0]}
+    Path("measured.json").write_text(json.dumps(settings | {"hosts": ["a", "b"]}))
+    words = ["advise", "--network", "measured.json", "--parameters", "1M", "--strategies", "ddp"]
+    for device, said in (([], "a step takes a node 7 s"), (["--device", "h100"], "h100")):
+        assert main([*words, *device]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_advice_for_a_task(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exogym.cli.advise.measured_step_s", lambda task, batch_size: 0.5)
     assert main(["advise", "--dataset", "digits", "--network", "wifi"]) == 0
@@ -304,7 +313,9 @@ WORSE = {
     ),
     "no parameters": (["--parameters", "0", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"], "over 0"),
     "no nodes": (["--parameters", "1M", "--network", "wifi", "--step-seconds", "1"], "--nodes 4"),
-    "nodes": ([*FLEET[1:], "--nodes", "0"], "num_nodes=0"),
+    "nodes": ([*FLEET[1:], "--nodes", "0"], "--nodes=0"),
+    "no node and no step": (["--parameters", "1M", "--nodes", "0", "--network", "wifi"], "--nodes=0"),
+    "steps": (["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--steps", "0"], "--steps=0"),
     "measured what": (
         ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--step-seconds", "measured"],
         "--flops",
