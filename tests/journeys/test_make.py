@@ -16,6 +16,7 @@ DEV = {"lint": "", "prose": "", "format": "", "notebooks": "notebooks", "dist": 
 LEFT_OUT = {
     "help": "runs without an environment, in a test of its own",
     "test": "this is one of its tests",
+    "device-test": "a part of `test`",
     "test-all": "hours, and this is one of its tests",
     "slow": "this is one of its tests",
     "device-test": "a part of make test",
