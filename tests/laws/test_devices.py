@@ -4,7 +4,11 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+
 import exogym
+from exogym.core.base import devices
 
 PACKAGE = Path(exogym.__path__[0])
 KINDS = {"cpu", "cuda", "mps", "xpu"}
@@ -39,3 +43,14 @@ def test_one_file_names_kinds_of_devices() -> None:
 def test_the_law_sees_names() -> None:
     source = 'torch.cuda.synchronize(); torch.backends.mps; x.to("cuda:0"); f"cuda:{3}"; x.cpu(); x.is_cpu'
     assert set(named(source)) == {"torch.cuda", "torch.backends.mps", "cuda:0", "cuda:"}
+
+
+def test_a_full_device_is_not_one_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    devices._has_float64.cache_clear()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(torch, "zeros", full)
+        devices.widest(torch.ones(1))
+    assert devices.widest(torch.ones(1)).dtype == torch.float64

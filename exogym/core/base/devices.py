@@ -174,6 +174,8 @@ def widest(x: torch.Tensor) -> torch.Tensor:
 def _has_float64(kind: str) -> bool:
     try:
         torch.zeros(1, dtype=torch.float64, device=kind)
+    except torch.OutOfMemoryError:
+        raise  # says nothing about float64, and what is returned holds for the whole process
     except (TypeError, RuntimeError):
         return False
     return True
