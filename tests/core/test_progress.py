@@ -113,6 +113,20 @@ notice("hello")
     assert drawn == "exogym: hello\r\n"
 
 
+def test_no_bar_comes_before_a_folder_that_is_refused() -> None:
+    drawn, _ = on_a_terminal("""
+from exogym.errors import ArgumentError
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+model, data = small_problem()
+trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+with contextlib.suppress(ArgumentError):
+    trainer.fit(DiLoCoStrategy(H=2, outer_momentum=0), num_nodes=2, max_steps=4, run_dir="/proc/none/run")
+notice("hello")
+""")
+    assert drawn == "exogym: hello\r\n"
+
+
 def test_hardly_any_update_draws() -> None:
     drawn, _ = on_a_terminal("""
 with shown(100000) as bar:

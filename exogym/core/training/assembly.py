@@ -176,15 +176,15 @@ def _observers(options: FitOptions, total_steps: int) -> Observers:
         from exogym.logger import combine
 
         found.append(combine(options.logger))
-    if options.progress or options.progress is None:
-        from exogym.core.record.bar import Bar
-
-        found.append(Bar(total_steps, options.progress))
     if options.run_dir is not None:
         from exogym.core.record.run_folder import RunFolder
 
         save_dir = None if options.save_dir is None else os.path.abspath(options.save_dir)
         found.append(RunFolder(options.run_dir, total_steps, options.resume, {"save_dir": save_dir}))
+    if options.progress or options.progress is None:  # last, so that no bar comes before a folder that is refused
+        from exogym.core.record.bar import Bar
+
+        found.append(Bar(total_steps, options.progress))
     return Observers(found)
 
 
