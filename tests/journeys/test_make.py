@@ -19,7 +19,6 @@ LEFT_OUT = {
     "device-test": "a part of `test`",
     "test-all": "hours, and this is one of its tests",
     "slow": "this is one of its tests",
-    "device-test": "a part of make test",
     "ui-demo": "answers until it is ended; tests/ui tries the page",
     "pictures": "needs Chromium; tests/ui takes such pictures",
     "tutorials": "minutes; tests/journeys/test_tutorials.py runs the same scripts",
