@@ -99,6 +99,7 @@ def _plan(command: str, options: Mapping[str, Any]) -> str:
     Raises:
         ExoGymError: the command would not begin with these options.
     """
+    options = _with_library(options)
     axes = _axes_of(options)
     if command == "sweep":
         texts = [str(options.get("strategy", "diloco"))]
@@ -121,6 +122,16 @@ def _plan(command: str, options: Mapping[str, Any]) -> str:
     of = ("cell", "cells") if axes else ("strategy", "strategies")
     said = f"{_many(count * seeds, 'run', 'runs')}: {_many(count, *of)}, {_many(seeds, 'seed', 'seeds')}"
     return f"{said}. {heading_of(session).partition(', seeds ')[0]}"
+
+
+def _with_library(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the library in the network's text, as the command puts it there."""
+    others = {name: value for name, value in options.items() if name != "library"}
+    if "library" not in options:
+        return others
+    if "network" not in others:
+        raise ArgumentError("library needs network, for example network='wifi'")
+    return others | {"network": f"{others['network']},library={options['library']}"}
 
 
 def _axes_of(options: Mapping[str, Any]) -> Axes:

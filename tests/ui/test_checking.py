@@ -117,6 +117,13 @@ def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:
     assert "step_seconds" in found and "network" in found
 
 
+def test_a_library_is_checked_as_the_command_takes_it(starter: Starter) -> None:
+    given = {"strategies": "ddp", "library": "nccl"}
+    assert "3 runs" in starter.check("compare", {**given, "network": "wifi"})["plan"]
+    assert "library needs network" in starter.check("compare", given)["error"]
+    assert "'gloo', 'nccl', 'any'" in starter.check("compare", {**given, "network": "wifi", "library": "mpi"})["error"]
+
+
 def test_forms_have_the_choices_of_python(starter: Starter) -> None:
     form = {option["name"]: option for option in starter.forms["compare"]}
     assert form["precision"]["choices"] == ["fp32", "bf16", "fp16"] and "wifi" in form["network"]["choices"]
