@@ -57,11 +57,14 @@ class StepTime:
     ):
         several = not isinstance(seconds, str) and np.ndim(seconds) == 1
         for each in seconds if several else [seconds]:
-            if isinstance(each, int | str) and str(each).isdigit() and int(each) >= 10:
+            if isinstance(each, int | str) and str(each).isdecimal() and int(each) >= 10:
                 raise ArgumentError(f"step_seconds={each} has no unit: write '{each}s' or '{each}ms'")
         per_node = np.array([parse_seconds(s, "step_seconds") for s in (seconds if several else [seconds])])
         if speeds is not None:
-            speed = np.asarray(speeds, dtype=float)
+            try:
+                speed = np.asarray(speeds, dtype=float)
+            except (TypeError, ValueError):  # no numbers
+                speed = np.array(np.nan)
             if speed.ndim != 1 or not (np.isfinite(speed) & (speed > 0)).all():
                 raise ArgumentError(f"speeds={speeds!r} must be one number over 0 per node")
             if several and len(speed) != len(per_node):

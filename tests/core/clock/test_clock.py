@@ -318,6 +318,8 @@ def test_devices():
         (lambda: Clock(N, LINE).share("computting"), "did you mean 'computing'"),
         (lambda: Clock(N, LINE).spans, "keeps no timeline"),
         (lambda: StepTime(1, speeds=[1, 0]), "speeds="),
+        (lambda: StepTime(1, speeds=[1, "x"]), "must be one number over 0 per node"),
+        (lambda: StepTime("²"), "is not a number with a unit"),
         (lambda: StepTime([1, 2], speeds=[1, 2, 3]), "speeds is for 3 nodes"),
         (lambda: StepTime(1, sigma=-1), "sigma=-1"),
         (lambda: StepTime(80), "'80s' or '80ms'"),
