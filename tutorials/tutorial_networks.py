@@ -52,18 +52,19 @@ for name in ("wifi", "lan-1g", "infiniband"):
 #
 # ## Predict before you train
 #
-# A step of this model takes 0.8 s on a good laptop GPU. `advise` calculates any strategy's time.
+# A step of this model takes 0.8 s on a good laptop GPU. `advise` calculates any strategy's time, and puts first what it
+# expects to reach DDP's loss first.
 
 # %%
 STRATEGIES = ["ddp", "demo", "sparta:p_sparta=0.005", "diloco:H=10", "diloco:H=100"]
 advice = advise(parameters=124e6, num_nodes=4, network="wifi", step_seconds=0.8, strategies=STRATEGIES)
 for row in advice.rows:
     print(f"{row.strategy}: {row.seconds_per_step:.2f} s a step, {row.speedup:.2f} times one laptop")
-# > sparta:p_sparta=0.005: 1.02 s a step, 3.14 times one laptop
-# > diloco:H=100: 1.20 s a step, 2.67 times one laptop
-# > demo: 1.74 s a step, 1.84 times one laptop
-# > diloco:H=10: 4.77 s a step, 0.67 times one laptop
-# > ddp: 40.50 s a step, 0.08 times one laptop
+# > diloco:H=100: 1.21 s a step, 2.63 times one laptop
+# > sparta:p_sparta=0.005: 1.03 s a step, 3.11 times one laptop
+# > demo: 1.75 s a step, 1.83 times one laptop
+# > diloco:H=10: 4.95 s a step, 0.65 times one laptop
+# > ddp: 42.26 s a step, 0.08 times one laptop
 
 # %% [markdown]
 # `speedup` compares examples per second. To learn about the loss, you must train.
