@@ -101,7 +101,8 @@ class OptimSpec:
         pairs = (f"({name_of(pattern)}, {options!r})" for pattern, options in self.groups)
         groups = f", groups=[{', '.join(pairs)}]" if self.groups else ""
         arguments = "".join(f", {name}={value!r}" for name, value in self.kwargs.items())
-        return f"OptimSpec({name_of(self.make)}{groups}{arguments})"
+        made = self.make.__qualname__ if isinstance(self.make, type) else name_of(self.make)
+        return f"OptimSpec({made}{groups}{arguments})"
 
     @property
     def is_function(self) -> bool:
