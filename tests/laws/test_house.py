@@ -54,6 +54,27 @@ def strangers_in_the_loop(found: Sources) -> list[str]:
     ]
 
 
+def asked_for_their_class(found: Sources) -> list[str]:
+    """Return the places outside `strategy/` where something is asked whether it is a strategy of some kind.
+
+    Whether it is one at all may be asked.
+    """
+    places = []
+    for path, source in found.items():
+        if path.startswith("strategy/"):
+            continue
+        for node in nodes(source):
+            kinds: list[ast.expr] = []
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("isinstance", "issubclass"):
+                kinds = node.args[1:]
+            elif isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("type("):
+                kinds = node.comparators
+            words = {name.id for kind in kinds for name in ast.walk(kind) if isinstance(name, ast.Name)}
+            if any(word.endswith("Strategy") and word != "Strategy" for word in words):
+                places.append(f"{path}:{node.lineno}")
+    return places
+
+
 def test_who_is_present_is_said_in_one_place() -> None:
     (place,) = who_is_present(sources())
     assert place.startswith("core/training/driver.py")
@@ -61,6 +82,10 @@ def test_who_is_present_is_said_in_one_place() -> None:
 
 def test_the_loop_writes_its_own_attributes() -> None:
     assert strangers_in_the_loop(sources()) == []
+
+
+def test_no_strategy_is_asked_for_its_class() -> None:
+    assert asked_for_their_class(sources()) == []
 
 
 @pytest.mark.parametrize(
@@ -71,8 +96,11 @@ def test_the_loop_writes_its_own_attributes() -> None:
         (strangers_in_the_loop, "def f(loop):\n    loop.step = 3"),
         (strangers_in_the_loop, "def f(self):\n    self.loop.plan.folder, x = 3, 4"),
         (strangers_in_the_loop, "def f(loop):\n    loop.endings += [3]"),
+        (asked_for_their_class, "def f(x):\n    return isinstance(x, DiLoCoStrategy)"),
+        (asked_for_their_class, "def f(x):\n    return isinstance(x, (int, SPARTAStrategy))"),
+        (asked_for_their_class, "def f(x):\n    return type(x) is strategy.DeMoStrategy or type(x) is DeMoStrategy"),
     ],
 )
 def test_a_breach_is_found(rule, source: str) -> None:
     assert len(rule({"remote/some.py": source})) == 1
-    assert rule({"remote/some.py": "def f(x):\n    return x.comm.present == [0]"}) == []
+    assert rule({"remote/some.py": "def f(x):\n    return isinstance(x, Strategy) and x.comm.present == [0]"}) == []
