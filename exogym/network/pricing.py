@@ -87,7 +87,7 @@ class Pricing:
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
         way: str | None = event.algorithm
-        if self.library in OWN and way == algorithms_of(event.kind)[0]:
+        if self.library is not None and way == algorithms_of(event.kind)[0]:
             way = None  # a usual algorithm: the library takes its own
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s, way)
@@ -179,6 +179,8 @@ class Pricing:
 
     def _own_way(self, kind: str, payload_bytes: float, members: Sequence[int]) -> str:
         """Return the algorithm that the library takes, or the first one without a library."""
+        if self.library == "any":
+            return self.cheapest(kind, payload_bytes, members)[0]
         if self.library not in OWN or kind not in OWN[self.library] or len(members) == 1:
             return algorithms_of(kind)[0]
         bandwidth, _ = self.links.slowest(np.asarray(members))

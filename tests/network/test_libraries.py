@@ -173,6 +173,21 @@ def test_a_connection_to_a_server_has_its_limit_too(make, stream):
     assert network.cost("push", 1e6, 2, "island").transfer_s == pytest.approx(0.8)
 
 
+@pytest.mark.parametrize("size", [1e3, 1e9])
+def test_any_library_takes_the_fastest_algorithm(size):
+    import numpy as np
+
+    network = Network("1Gbps", "10ms", library="any")
+    usual = Network("1Gbps", "10ms").cost("all_reduce", size, 12, "ring").seconds
+    fastest = min(network.cheapest("all_reduce", size, 12)[1], usual)
+    event = Event(
+        "all_reduce", "ring", tuple(range(12)), size, np.zeros(12), np.zeros(12), "", tuple(range(12)), (), None
+    )
+    assert network.cost("all_reduce", size, 12).seconds == network.seconds(event) == fastest
+    assert (fastest < usual) == (size == 1e3)
+    assert Network("1Gbps", library="any").cost("push", size, 2).seconds > 0
+
+
 def test_one_member_of_a_matrix_costs_nothing():
     network = Network.matrix([[0, 1e9], [1e9, 0]], ALPHA, library="nccl")
     assert network.cost("all_reduce", 1e6, 1).seconds == network.cheapest("all_reduce", 1e6, [1])[1] == 0
