@@ -70,12 +70,12 @@ IDENTITIES: dict[str, list[str]] = {
     "gossip": [
         "test_decentralised::test_on_a_complete_graph_it_is_ddp",
         "test_decentralised::test_one_node_is_the_inner_optimizer_and_pairs_are_islands_of_two",
-        "test_every_strategy::test_gossip_keeps_the_mean_over_the_nodes",
+        "laws/test_every_strategy::test_gossip_keeps_the_mean_over_the_nodes",
     ],
     "muloco": [
         "test_outer::test_muloco_is_diloco_with_muon_inside",
         "test_outer::test_muloco_of_one_node_with_plain_outer_sgd_is_torchs_muon",
-        "test_every_strategy::test_equal_data_are_one_node",
+        "laws/test_every_strategy::test_equal_data_are_one_node",
     ],
     "noloco": [
         "test_decentralised::test_noloco_in_one_group_is_diloco_with_a_heavy_ball",
@@ -131,7 +131,7 @@ IDENTITIES: dict[str, list[str]] = {
     "topk": [
         "test_compressed::test_where_nothing_is_lost_it_is_ddp",
         "test_compressed::test_what_is_sent_and_what_is_kept_add_up_to_all_gradients",
-        "test_every_strategy::test_one_node_is_the_inner_optimizer",
+        "laws/test_every_strategy::test_one_node_is_the_inner_optimizer",
     ],
 }
 

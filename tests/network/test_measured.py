@@ -131,7 +131,7 @@ def test_late_averages_overlap_unless_the_run_says_otherwise():
     assert [row.seconds_per_step for row in rows] == pytest.approx([10.0] * 4)
 
 
-LATE_PAGES = ("decisions/014-time",)
+LATE_PAGES = ("network", "decisions/014-time")
 LATE_CODE = [
     ROOT / "exogym" / name for name in ("core/clock/clock.py", "core/training/timing.py", "strategy/traffic.py")
 ]
