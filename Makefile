@@ -53,9 +53,10 @@ table: $(VENV)/.stamp-dev ## write the tables anew: strategies, and the earlier 
 	$(BIN)/python tests/strategies.py
 	$(BIN)/python -m research.shipped
 
-pictures: $(VENV)/.stamp-dev ## draw the diagrams and the pictures of docs/ui.md anew; needs chromium and chromium-driver
+pictures: $(VENV)/.stamp-dev ## draw the pictures of README, the diagrams and docs/ui.md anew; needs chromium and chromium-driver
 	$(BIN)/python docs/images/ui.py
 	$(BIN)/python docs/images/diagrams.py
+	$(BIN)/python docs/images/gallery.py local_steps
 
 tutorials: $(VENV)/.stamp-dev ## run the tutorials, and take the pictures in them anew
 	cd docs/images && for each in ../../tutorials/*.py; do $(CURDIR)/$(BIN)/python $$each || exit 1; done

@@ -65,7 +65,7 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return all N nodes' P parameters, (N, P) per block, from all processes. Bytes sent for them do not count."""
+        """Return all N nodes' P parameters, (N, P) per block, from all processes. This traffic is not counted."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the averaged (or outer) model: its P parameters, a tensor (P,) per block, and its buffers by name."""

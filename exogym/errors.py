@@ -215,7 +215,7 @@ def bind(
     where: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any],
     not_taken: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Check a call's arguments as `checked` does. Return all arguments by name, and `kwargs` without second names.
+    """Check a call's arguments as `checked` does. Return all arguments by name, and `kwargs` without aliases.
 
     Args:
         where: the function's name, for messages.

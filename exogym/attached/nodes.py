@@ -311,7 +311,7 @@ class Nodes:
         """Continue from `state`, which `state_dict` returned in a run with the same nodes and strategy.
 
         Raises:
-            CheckpointError: the state is another node's, or another run's.
+            CheckpointError: `state` belongs to another node or another run.
         """
         self._check_open()
         self._node.load_state_dict(state)

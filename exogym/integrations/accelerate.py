@@ -1,4 +1,4 @@
-"""Train with a strategy in a loop of Accelerate: each process is a node.
+"""Use a strategy in an Accelerate training loop, where each process is a node.
 
     node = ExoGymNode(DiLoCoStrategy(H=50, outer_lr=1.0, outer_momentum=0.0))  # before the Accelerator
     accelerator = Accelerator()
@@ -30,10 +30,10 @@ __all__ = ["ExoGymNode"]
 
 
 class ExoGymNode(Adapter):
-    """This process as a node of a loop of Accelerate.
+    """This process as a node in an Accelerate training loop.
 
-    Make the node before the `Accelerator`. The loop stays the user's. Each `optimizer.step()` takes the node's step, by
-    torch's hooks.
+    Make the node before the `Accelerator`. The user keeps the training loop: through torch's hooks, each
+    `optimizer.step()` takes the node's step.
 
     Args:
         strategy: as for `exogym.attach`. With an optimizer of the loop's, it describes no inner optimizer.
@@ -50,8 +50,8 @@ class ExoGymNode(Adapter):
         `accelerator.save_state` then saves the node's state too, and `accelerator.load_state` loads it.
 
         Raises:
-            ArgumentError: the `Accelerator` would wrap the model or scale the loss, or was made before the node; or
-                see `exogym.attach`.
+            ArgumentError: the `Accelerator` would wrap the model or scale the loss, or was made before the node.
+                `exogym.attach` lists further reasons.
         """
         if accelerator.num_processes > 1 or accelerator.distributed_type.value != "NO":
             raise ArgumentError(

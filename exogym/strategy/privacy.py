@@ -11,8 +11,8 @@ C bounds the norm of an update, and z is the noise multiplier. A round without a
 have equal weights, because unequal weights would need a bound, too.
 
 Two sets of clients are neighbors if they differ in one client. One round is a Gaussian mechanism with noise multiplier
-z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of R such mechanisms, by Renyi
-accounting (`dp-accounting`).
+z under Poisson sampling with rate q. The epsilon spent after R rounds follows from composing R such mechanisms,
+computed by Renyi accounting (`dp-accounting`).
 
 Bytes: the same as for FedAvg with sampled clients. The noise follows from the run's seed. Anybody who knows the seed
 can subtract the noise.

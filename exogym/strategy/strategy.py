@@ -126,8 +126,8 @@ class Strategy(OneNode):
             optimizer's default.
         max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None means no
             clipping.
-        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor on
-            the learning rate.
+        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class, or a callable that maps the step to a
+            factor by which the learning rate is multiplied.
         warmup_steps: steps of linear warm-up.
 
     In its `step` a node can use `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps
@@ -138,8 +138,8 @@ class Strategy(OneNode):
     you or a torch scheduler set.
 
     With `stacked = True` the subclass gets all rows of its process at once: parameters and gradients are (rows,
-    *shape), and `self.rank` is a (rows,) tensor. The first `fit` compares the results with the results of one row at a
-    time.
+    *shape), and `self.rank` is a (rows,) tensor. The first `fit` checks that running one row
+    at a time gives the same results.
 
     Absent nodes (`exogym.faults`) take no step. Collectives then run among `self.present`, so `op="mean"` divides by
     the number of present nodes. Ranks and `num_nodes` stay the same. A collective from or to an absent node is an

@@ -79,13 +79,13 @@ def test_before_the_list_there_is_a_skeleton(browser: Any) -> None:
 def test_columns_are_chosen_and_the_address_keeps_them(browser: Any) -> None:
     to(browser, "#/none")
     to(browser, "#/")
-    usual = ["run", "state", "strategy", "progress", "loss", "sent/node", "time", "age"]
+    usual = ["run", "state", "strategy", "progress", "loss", "sent/node", "time", "seen"]
     until(browser, "document.querySelectorAll('tbody a').length")
     assert until(browser, HEADS, lambda found: len(found) == 8) == usual
     browser.find_element("css selector", "#columns > summary").click()
     for name in ("task", "tx_bytes", "accuracy", "note"):
         browser.find_element("id", f"column-{name}").click()
-    wanted = ["run", "state", "strategy", "progress", "loss", "time", "age", "task", "accuracy", "note"]
+    wanted = ["run", "state", "strategy", "progress", "loss", "time", "seen", "task", "accuracy", "note"]
     assert browser.execute_script(f"return {HEADS}") == wanted
     row = "[...document.querySelectorAll('tbody tr')[0].children].map((e) => e.textContent)"
     assert until(browser, row)[-2:] == ["25 %", f"note <b>{MANY - 1}</b>"]

@@ -41,7 +41,7 @@ class Shelf(Generic[Who]):
         self._waiting: list[tuple[Who, int, list[str]]] = []
 
     def take(self, who: Who, said: dict[str, Any]) -> list[tuple[Who, dict[str, Any]]]:
-        """Process the request `said` from the sender `who`. Return the answers to send now, as (receiver, answer).
+        """Process the request `said` from the sender `who`. Return the (receiver, answer) pairs to send now.
 
         Raises:
             an exception listed in SENSELESS: the request is malformed.

@@ -80,7 +80,7 @@ def in_this_process(x: Tensor) -> Tensor:
 
 
 def strided_parts(x: Tensor) -> list[Tensor]:
-    """Return dense tensors that hold the values of `x`: of a sparse tensor its indices and its values.
+    """Return the dense tensors that make up `x`; for a sparse tensor, its indices and its values.
 
     >>> [part.tolist() for part in strided_parts(torch.eye(2).to_sparse())]
     [[[0, 1], [0, 1]], [1.0, 1.0]]

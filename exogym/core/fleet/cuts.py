@@ -35,7 +35,7 @@ class Cut:
         return (*x.shape[: x.dim() - len(self.here)], *self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether `shape` ends like the whole tensor's shape or like the part's shape."""
+        """Return whether `shape` ends with the shape of the whole tensor or of the part."""
         ends = [tuple(shape[len(shape) - len(axes) :]) for axes in (self.shape, self.here)]
         return self.shape == ends[0] or self.here == ends[1]
 

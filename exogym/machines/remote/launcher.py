@@ -84,7 +84,7 @@ class SSHLauncher:
         self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
-        """Check all hosts, and return one `Check` per host and check (see `check_hosts`)."""
+        """Run every check on every host, and return one `Check` for each (see `check_hosts`)."""
         return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir)
 
     @checked
@@ -121,8 +121,8 @@ class SSHLauncher:
         Raises:
             ArgumentError: the script does not exist, or is outside the project's folder.
             ExoGymError: the hosts are not ready; the message says what to do.
-            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended. (SIGTERM and SIGHUP also first
-                end the processes on all hosts, and then have their usual effect.)
+            KeyboardInterrupt: after Ctrl-C, once the processes on all hosts have ended. SIGTERM and SIGHUP also end
+                those processes first, and then have their usual effect.
         """
         target = os.fspath(script) if module else self._script(script)
 

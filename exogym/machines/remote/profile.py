@@ -185,8 +185,8 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     """Return the profile in the section `[distributed:name]` of a config file, or in the section `[name]`.
 
     The section's field `base_profile` may name any other section of the file. Fields that the first section lacks come
-    from that section. In a section whose name does not start with `distributed:`, unknown fields may belong to other
-    programs. Such fields are ignored, and a notice names them.
+    from that section. In a section whose name does not start with `distributed:`, unknown fields are ignored and
+    named in a notice, because they may belong to other programs.
 
     Raises:
         ArgumentError: the file or profile does not exist, or a field is unknown or wrong.

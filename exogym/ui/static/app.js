@@ -44,10 +44,10 @@ function listen() {
   source = new EventSource("/api/events");
   source.addEventListener("runs", (event) => {
     store.list = JSON.parse(event.data); store.known = true;
-    connection.textContent = "live";
+    connection.textContent = "connected"; connection.className = "";
     page.update();
   });
-  source.onerror = () => { connection.textContent = "not connected: start exogym ui again"; };
+  source.onerror = () => { connection.textContent = "not connected: start exogym ui again"; connection.className = "wrong"; };
 }
 
 addEventListener("hashchange", open);

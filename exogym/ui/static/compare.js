@@ -55,7 +55,7 @@ export function comparePage(main, names) {
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
   const head = own ? heading(names[0]) : make("h2", {}, `Compare ${names.join(", ")}`);
   const cells = make("section", { hidden: true });
-  const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true });
+  const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: true });
   const results = make("section", { id: "results", hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });
@@ -64,7 +64,7 @@ export function comparePage(main, names) {
   let members = {}, colors = {}, offered = "", rows = [], timer = 0, gone = false;
 
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
-  for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null });
+  for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null && tall !== first });
   const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box), choices);
   const singles = make("details", { id: "singles", open: own === null }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
   const rest = make("div", { hidden: true }, others, singles, own ?? "");
@@ -147,12 +147,13 @@ export function comparePage(main, names) {
   function showResults() {
     results.hidden = !rows.length;
     const columns = RESULTS.filter(([, text]) => rows.some((row) => text(row)));
-    const lowest = Math.min(...rows.map((row) => row.val_loss ?? Infinity));
+    const lowest = rows.reduce((a, b) => ((b.val_loss ?? Infinity) < (a.val_loss ?? Infinity) ? b : a), {}), fewest = Math.min(...rows.map((row) => row.target_bytes ?? Infinity));
+    const isBest = (row, title) => (title === LOSS ? row.val_loss - lowest.val_loss <= Math.max(row.val_loss_std ?? 0, lowest.val_loss_std ?? 0) : title === "bytes to target" && row.target_bytes === fewest);
     const line = (row) => {
       const focus = (label) => () => first.focusOn?.(label);
       return make("tr", { onmouseenter: focus(titleOfRow(row)), onmouseleave: focus(null) },
         make("th", { scope: "row" }, markOf({ dash: [], ...lookOf(labelOfRow(row)) }), titleOfRow(row), row.notes ? make("small", { class: "soft" }, row.notes) : ""),
-        ...columns.map(([title, text]) => make("td", { class: `number${title === LOSS && row.val_loss === lowest ? " best" : ""}` }, text(row))));
+        ...columns.map(([title, text]) => make("td", { class: `number${isBest(row, title) ? " best" : ""}` }, text(row))));
     };
     results.replaceChildren(table([[rows[0]?.cell ? "cell" : "strategy", false], ...columns.map(([title]) => [title, true])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))));
   }
@@ -162,7 +163,7 @@ export function comparePage(main, names) {
     const found = await get(`/api/runs/${address(names[0])}/verdict`), [, sentence, rest] = (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
     members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? [];
     verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
-    further.hidden = !rest;
+    further.hidden = !rest; verdict.classList.toggle("none", /^No strategy/.test(sentence ?? ""));
     if (rest && further.textContent !== `More${rest}`) further.replaceChildren(make("summary", {}, "More"), make("p", {}, rest));
     showResults();
   }

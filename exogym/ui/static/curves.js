@@ -148,7 +148,7 @@ function begin(holder, title, data) {
     make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
       (head) => make("th", { scope: "col" }, head)))), values)));
   const legend = make("p", { class: "legend", hidden: holder.plain || shown.length < 2 || shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, markOf(curve), curve.label)));
-  holder.replaceChildren(make("h3", {}, title), picture, said, reset, legend, tools);
+  holder.replaceChildren(make("h3", {}, title), legend, picture, said, reset, tools);
 
   const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([, y]) => y !== null).slice(0, MOST_NAMED);
   function point(k) {

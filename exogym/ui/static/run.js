@@ -72,13 +72,13 @@ export function runPage(main, name) {
     const tile = (title, value, below) => make("div", {}, make("dt", {}, title), make("dd", {}, value),
       make("dd", { class: "soft" }, below));
     tiles.replaceChildren(
-      tile("State", stateOf(run.state), strategy ?? ""),
+      tile("State", stateOf(run.state), over ? strategy ?? "" : ago.slice(2)),
       tile("Step", `${step} of ${total ?? "?"}`, total ? `${Math.floor(100 * step / total)} %` : ""),
       tile("Validation loss", figure(loss?.val_loss) || "none yet", loss ? `at step ${loss.step}` : ""),
       tile("Best loss", figure(best?.val_loss) || "none yet", best ? `at step ${best.step}` : ""),
       tile("Sent per node", bytes(sent?.tx_bytes) || "none yet", sent ? `until step ${sent.step}` : ""),
       over ? tile("Time trained", seconds(timed?.wall_s) || "unknown", "")
-        : tile("Time left", rest === null ? "not known yet" : seconds(rest), timed ? `${seconds(timed.wall_s)} so far` : ""));
+        : tile("Time left", rest === null ? "not known yet" : seconds(rest), timed ? `${seconds(timed.wall_s)} so far${end}` : ""));
   }
 
   // What went wrong, with the last lines that the run said.
@@ -125,7 +125,7 @@ export function runPage(main, name) {
   async function pictures() {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
     nodes.show(told);
-    health.textContent = told.health;
+    health.textContent = told.health; health.classList.toggle("warn", Boolean(told.health) && !told.health.startsWith("All "));
     await timeline.load();
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;

@@ -60,10 +60,10 @@ export const COLUMNS = [
   ["state", "state", (run) => run.state],
   ["strategy", "strategy", (run) => make("span", {}, ...(run.strategy ?? "").split(/(?<=[,:])/).flatMap((part) => [part, make("wbr")]))],
   ["step", "progress", progress, true],
-  ["loss", "loss", (run) => make("span", {}, sparkline(run), figure(run.loss, 3)), true],
+  ["loss", "loss", (run) => make("span", {}, sparkline(run), run.kind !== "run" && isNumber(run.loss) ? "best " : "", figure(run.loss, 3)), true],
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
   ["wall_s", "time", (run) => seconds(run.wall_s), true],
-  ["started_s", "age", ageOf, true],
+  ["started_s", "seen", ageOf, true],
 ];
 
 const FURTHER = [  // columns that a reader may add
