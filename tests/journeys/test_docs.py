@@ -55,6 +55,17 @@ def test_snippets_run(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), namespace)
 
 
+def test_the_first_page_prints_what_it_says(capsys):
+    """Twice, so that an output that depends on an unseeded model is found."""
+    code = blocks(ROOT / "README.md", "python")[0]
+    (said,) = re.findall(r"^# (\d+ steps, .*)$", code, re.M)
+    for _ in range(2):
+        exec(compile(code, "README.md", "exec"), {"__name__": "documentation"})
+        told, wanted = (re.findall(r"[\d.]+", line) for line in (capsys.readouterr().out.splitlines()[-1], said))
+        assert (told[0], told[2]) == (wanted[0], wanted[2])
+        assert abs(float(told[1]) - float(wanted[1])) < 0.5  # percent: another torch may round otherwise
+
+
 def test_the_long_ones_are_commands_of_the_pages():
     assert not set(LONG) - set(commands())
 
