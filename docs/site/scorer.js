@@ -2,7 +2,7 @@
 var Scorer = {
   score: ([page, title, anchor, description, score, file, kind]) => {
     if (kind !== "text") return score;
-    if (/^(changelog|decisions\/.*|releasing|contributing|citation|benchmarks|design)$/.test(page)) return score - 4;
+    if (/^(changelog|decisions\/.*|contributing|citation|benchmarks|design)$/.test(page)) return score - 4;
     if (/^(api|reference)\//.test(page)) return score - 2;
     return /^(how_to|recipes|getting_started|tutorials\/.*)$/.test(page) ? score + 1 : score;
   },

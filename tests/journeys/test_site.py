@@ -314,8 +314,8 @@ def test_the_whole_site(built: tuple[Path, subprocess.CompletedProcess[str]]) ->
 QUESTIONS = {
     "How do I install it on three Macs": {"getting_started", "real_machines", "wizard"},
     "resume after a crash": {"processes"},
-    "gradient accumulation": {"understand/choosing", "training"},
-    "mixed precision bf16": {"training"},
+    "gradient accumulation": {"understand/choosing", "recipes"},
+    "mixed precision bf16": {"recipes"},
     "my own model": {"getting_started"},
     "Hugging Face model with LoRA": {"hugging_face"},
     "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
@@ -326,7 +326,7 @@ QUESTIONS = {
     "1,000 clients non-IID": {"federated"},
     "what does payload mean": {"glossary"},
     "run on a GPU": {"understand/hardware"},
-    "own outer optimizer": {"training", "strategies"},
+    "own outer optimizer": {"recipes", "strategies"},
     "non-IID text": {"getting_started"},
     "plot loss against bytes": {"recipes"},
     "reload a comparison as a DataFrame": {"runs"},
@@ -335,7 +335,7 @@ QUESTIONS = {
     "host dies": {"real_machines"},
     "how good are predictions": {"evidence", "predictions"},
     "DiLoCo": {"strategies"},
-    "bf16": {"training"},
+    "bf16": {"recipes"},
     "payload": {"glossary"},
     "resume training": {"processes"},
 }

@@ -112,7 +112,7 @@ def test_nothing_outside_of_contrib_names_a_method() -> None:
 
 
 def test_each_option_is_described_where_the_page_of_options_reads_it() -> None:
-    assert "<!-- generated: options -->" in (ROOT / "docs" / "reference" / "fit.md").read_text("utf-8")
+    assert "<!-- generated: options -->" in (ROOT / "docs" / "reference" / "options.md").read_text("utf-8")
     assert undescribed(FitOptions) == undescribed(Placement) == []
     core = [kind for kind in OURS.values() if kind not in METHODS.values()]
     assert {kind.__name__: missing for kind in core if (missing := undescribed(kind))} == {}

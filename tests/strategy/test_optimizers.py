@@ -1,6 +1,6 @@
 """Every optimizer of torch, and popular ones from PyPI: N nodes are N plain loops, also stopped and resumed elsewhere.
 
-What is found is the table of docs/training.md. `PYTHONPATH=tests python tests/strategy/test_optimizers.py` prints it.
+What is found is the table of docs/recipes.md. `PYTHONPATH=tests python tests/strategy/test_optimizers.py` prints it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from exogym.errors import ExoGymError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, Strategy
 from exogym.strategy.muon import MuonAdamW
 
-PAGE = ROOT / "docs" / "training.md"
+PAGE = ROOT / "docs" / "recipes.md"
 NODES, STEPS, BATCH, H = 3, 6, 4, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TORCHS = {
