@@ -16,8 +16,8 @@ HOME = ROOT / "docs" / "index.md"
 ENTRY = re.compile(r"^ *- \[([^\]]+)\]\(([^)\s#]+)\)(.*)$", re.M)
 SCOPE = (
     "You write a strategy once, for one node or for rows of the matrix of all nodes. ExoGym downloads nothing while"
-    " it runs. With the same seed, results are bitwise identical in one process, in several, after a resume, and on real"
-    " machines."
+    " it runs. With the same seed, results are bitwise identical in one process, in several, after a resume, and on"
+    " real machines."
 )
 
 
