@@ -66,7 +66,7 @@ notebooks: $(VENV)/.stamp-dev ## write the tutorials as Jupyter notebooks into n
 	for each in tutorials/*.py; do \
 	  $(BIN)/jupytext --quiet --to ipynb --output notebooks/$$(basename $$each .py).ipynb $$each || exit 1; done
 
-gallery: $(VENV)/.stamp-dev ## train the comparisons of docs/results.md anew, and draw their pictures
+gallery: $(VENV)/.stamp-dev ## train the comparisons of docs/evidence.md anew, and draw their pictures
 	$(BIN)/python docs/images/gallery.py
 
 benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less than an hour; rerun it to continue) and write its page in research/

@@ -1,4 +1,4 @@
-"""Write the tables of docs/scale.md: 1B parameters on 64, 1,000 and 10,000 accelerators, from formulas.
+"""Write tables of docs/predictions.md: 1B parameters on 64, 1,000 and 10,000 accelerators, from formulas.
 
 python -m research.scale
 """
@@ -11,7 +11,7 @@ from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.study.advise import Row, Work, advise
 
-PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
 CLUSTERS = "infiniband", "lan-10g", "wan"
 NODES = 64, 1_000, 10_000
 P, TOKENS = 1e9, 65_536
@@ -28,7 +28,7 @@ PAPER = {  # Streaming DiLoCo, table 4: 1B parameters on 2 nodes, by Gbit/s, the
     f"{STREAMING}:bits=4": {0.4: 0.5, 1.7: 0.9, 3.0: 0.99},
 }
 INTERNET = {  # Covenant-72B's report, section 4.3: parameters, nodes, a step's seconds, the published share
-    "SparseLoCo, in Covenant-72B's report": (8e9, 15, 9.0, 0.957), "Covenant-72B": (72e9, 20, 40.0, 0.945),
+    "SparseLoCo, 8B on 15 peers": (8e9, 15, 9.0, 0.957), "Covenant-72B, on 20 peers": (72e9, 20, 40.0, 0.945),
 }  # fmt: skip
 
 
@@ -39,54 +39,56 @@ def asked(cluster: str, num_nodes: int) -> dict[str, Row]:
     return {row.strategy: row for row in rows}
 
 
-def cluster_table(cluster: str) -> list[str]:
-    """Return the lines of a cluster's table. Strategies with the same cells share a row."""
-    columns = [asked(cluster, num_nodes) for num_nodes in NODES]
-    lines = [f"| `{cluster}` | " + " | ".join(f"{n:,} nodes" for n in NODES) + " |", "| --- " * 4 + "|"]
+def sizes_table() -> list[str]:
+    """Return the lines of the table of bytes and times. Strategies with the same cells share a row."""
+    asked_for = {cluster: [asked(cluster, num_nodes) for num_nodes in NODES] for cluster in CLUSTERS}
+    lines = ["| strategy | bytes sent | " + " | ".join(f"`{cluster}`" for cluster in CLUSTERS) + " |"]
+    lines.append("| --- " * (2 + len(CLUSTERS)) + "|")
     alike: dict[str, list[str]] = {}
     for strategy in CORE:
-        cells = [
-            f"{readable_seconds(row.seconds_per_step)}, {readable_bytes(row.tx_bytes_per_step)}, {row.utilisation:.0%}"
-            for row in (column[strategy] for column in columns)
-        ]
-        alike.setdefault(" | ".join(cells).replace("%", " %"), []).append(strategy)
+        rows = {cluster: [column[strategy] for column in columns] for cluster, columns in asked_for.items()}
+        cells = [", ".join(readable_bytes(row.tx_bytes_per_step) for row in rows[CLUSTERS[0]])]
+        cells += [", ".join(readable_seconds(row.seconds_per_step) for row in rows[cluster]) for cluster in CLUSTERS]
+        alike.setdefault(" | ".join(cells), []).append(strategy)
     return lines + [f"| {', '.join(names)} | {cells} |" for cells, names in alike.items()]
 
 
-def published_table() -> list[str]:
-    """Return the lines of the table beside what is published."""
-    lines = ["| run | published | predicted |", "| --- " * 3 + "|"]
-    asked = [
-        (f"Streaming DiLoCo, table 4: `{text}`, {gbps} Gbit/s", 1e9, 2, Network(f"{gbps}Gbps"), 0.1, text, 2.0, share)
-        for text, shares in PAPER.items()
-        for gbps, share in shares.items()
-    ]
-    line = Network(down="500Mbps", up="110Mbps")
-    asked += [
-        (
-            f"{run}: `sparseloco:H=30`, 500 Mbit/s down, 110 up",
-            parameters,
-            nodes,
-            line,
-            step_s,
-            "sparseloco:H=30",
-            4.0,
-            share,
-        )
-        for run, (parameters, nodes, step_s, share) in INTERNET.items()
-    ]
-    for what, parameters, nodes, network, step_s, text, b, share in asked:
-        (row,) = advise(
-            parameters=parameters, num_nodes=nodes, network=network, step_seconds=step_s, strategies=[text],
-            bytes_per_element=b,
-        ).rows  # fmt: skip
-        lines.append(f"| {what} | {share:.1%} | {row.utilisation:.1%} |".replace("%", " %"))
+def paper_table() -> list[str]:
+    """Return the lines of the table beside Streaming DiLoCo's bandwidths."""
+    published = sorted({share for shares in PAPER.values() for share in shares.values()})
+    lines = ["| strategy | " + " | ".join(f"published {share:.1%}" for share in published) + " |"]
+    lines.append("| --- " * (len(published) + 1) + "|")
+    for text, shares in PAPER.items():
+        found = {
+            share: f"{predicted(1e9, 2, Network(f'{gbps}Gbps'), 0.1, text, 2.0):.1%} at {gbps} Gbit/s"
+            for gbps, share in shares.items()
+        }
+        lines.append(f"| `{text}` | " + " | ".join(found.get(share, "") for share in published) + " |")
+    return [line.replace("%", " %") for line in lines]
+
+
+def internet_table() -> list[str]:
+    """Return the lines of the table beside trainings over the internet."""
+    lines = ["| training over the internet | published | predicted |", "| --- " * 3 + "|"]
+    network = Network(down="500Mbps", up="110Mbps")
+    for run, (parameters, nodes, step_s, share) in INTERNET.items():
+        ours = predicted(parameters, nodes, network, step_s, "sparseloco:H=30", 4.0)
+        lines.append(f"| {run} | {share:.1%} | {ours:.1%} |".replace("%", " %"))
     return lines
+
+
+def predicted(parameters: float, nodes: int, network: Network, step_s: float, strategy: str, b: float) -> float:
+    """Return the predicted share of the time computing, with `b` bytes per value."""
+    (row,) = advise(
+        parameters=parameters, num_nodes=nodes, network=network, step_seconds=step_s, strategies=[strategy],
+        bytes_per_element=b,
+    ).rows  # fmt: skip
+    return row.utilisation
 
 
 def with_tables(page: str) -> str:
     """Return the page with its tables written anew: a table begins with its first line and ends at an empty line."""
-    for table in (*map(cluster_table, CLUSTERS), published_table()):
+    for table in (sizes_table(), paper_table(), internet_table()):
         before, _, after = page.partition(table[0])
         page = before + "\n".join(table) + "\n\n" + after.partition("\n\n")[2]
     return page

@@ -97,7 +97,7 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # Here the best H is in the middle. With H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots, and
 # a large H costs more if the nodes' data differ. This holds for this problem, this learning rate and
-# 120 steps. [Results](../docs/results.md) has longer runs on text.
+# 120 steps. [Evidence](../docs/evidence.md#shakespeare) has longer runs on text.
 #
 # On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
 #

@@ -1,4 +1,4 @@
-"""Train the comparisons of docs/results.md, and write a picture and a verdict of each into docs/images/gallery/.
+"""Train the comparisons of docs/evidence.md, and write a picture and a verdict of each into docs/images/gallery/.
 
 python docs/images/gallery.py            all, in about five minutes on one core
 python docs/images/gallery.py delay      some of them
@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PICTURES = HERE / "gallery"
-PAGE = HERE.parent / "results.md"
+PAGE = HERE.parent / "evidence.md"
 
 
 def commands() -> dict[str, tuple[list[str], str]]:

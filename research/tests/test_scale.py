@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md."""
+"""The tables of docs/predictions.md that come from formulas."""
 
 from exogym.strategy.registry import STRATEGIES
 from research.scale import CORE, PAGE, with_tables

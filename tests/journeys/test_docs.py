@@ -24,7 +24,6 @@ LONG = (  # a shorter one of the same kind runs among the fast tests
     " --network wifi --step-seconds 20ms",
     "python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 20",
     "python -m exogym.launch --nproc_per_node 4 run/sharded.py --steps 20",
-    "exogym compare --dataset shakespeare --strategies single,ddp,diloco,fedavg,sparta:p_sparta=0.05,demo --nodes 4",
     "exogym sweep --dataset digits --sweep H=5,10 --sweep strategy=diloco,fedavg --seeds 2 --nodes 4 --steps 40"
     " --out runs/sweep",
 )
