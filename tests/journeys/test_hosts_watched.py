@@ -41,9 +41,10 @@ placement = Placement(max_restarts=2)
 trainer.fit(DiLoCoStrategy(H=5, lr=0.01), max_steps=100_000, batch_size=8, placement=placement, val_interval=50)
 """
 ROWS = """(() => {
-  const bodies = [...document.querySelectorAll("tbody.hosts")];
-  return bodies.flatMap((body) => [...body.rows].map((row) => Object.fromEntries([...row.cells].map(
-    (cell, k) => [body.parentElement.tHead.rows[0].cells[k].textContent, cell.textContent]))));
+  return [...document.querySelectorAll("dl.host")].map((card) => {
+    const [host, state, ...rest] = [...card.children].map((one) => one.textContent);
+    return { host, state, ...Object.fromEntries(rest.flatMap((title, k) => (k % 2 ? [] : [[title, rest[k + 1]]]))) };
+  });
 })()"""
 
 
@@ -85,9 +86,15 @@ def watch(hosts: Hosts, project: Path, run: Any, browser: Any) -> None:
     for number in range(COUNT):
         row = seen(number, state="running", restarts="0")
         assert row["host"] == hosts[number].address and row["device"] == "cpu" and row["memory"] and "GPU" not in row
-    until(browser, ROWS, lambda rows: all(row["in"].endswith("bit/s") and "%" in row["CPU"] for row in rows))
-    before = int(until(browser, ROWS, lambda rows: all(row["last step"] for row in rows))[0]["last step"])
+    until(
+        browser, ROWS, lambda rows: all(row.get("received", "").endswith("bit/s") and "%" in row["CPU"] for row in rows)
+    )
+    before = int(until(browser, ROWS, lambda rows: all(row.get("last step") for row in rows))[0]["last step"])
     until(browser, ROWS, lambda rows: int(rows[0]["last step"]) > before)  # it goes on while one looks
+
+    text = "document.querySelector('.health')?.textContent"
+    assert f"All {COUNT} hosts report" in until(browser, text)
+    until(browser, "document.getElementById('main').textContent", lambda text: " left" in text)
 
     kill(hosts, 1, "runner.py")  # a worker; the host's launcher starts it again
     seen(1, state="running", restarts="1")
@@ -95,6 +102,7 @@ def watch(hosts: Hosts, project: Path, run: Any, browser: Any) -> None:
 
     kill(hosts, 2, "exec(d[0])")  # what watches over the run there, as if the host had gone
     seen(2, state="lost")
+    assert until(browser, text) == f"{hosts[2].address}: lost."
     until(browser, "document.getElementById('main').textContent", lambda text: "lost" in text)
     to(browser, "#/")
     until(browser, "[...document.querySelectorAll('.state')].map(s => s.textContent)", lambda all: "running" in all)

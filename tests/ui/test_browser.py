@@ -110,7 +110,7 @@ def test_two_are_compared(browser: Any) -> None:
     for name in ("first", "second"):
         browser.find_element("css selector", f"input[aria-label='select {name}']").click()
     browser.find_element("id", "compare").click()
-    labels = "[...(document.querySelector('.chart').plot?.series ?? [])].map(s => s.label)"
+    labels = "[...(document.querySelector('.chart')?.plot?.series ?? [])].map(s => s.label)"
     assert until(browser, labels, lambda found: len(found) == 3)[1:] == ["first", "second"]
     assert until(browser, labels, lambda found: found[:1] == ["bytes sent per node"])
     browser.find_element("css selector", ".tabs [value=step]").click()
@@ -147,9 +147,9 @@ def test_what_a_run_says_of_itself_is_text(browser: Any, folder: Path) -> None:
     until(browser, NAMES, lambda names: any(name.startswith("<img") for name in names))
     to(browser, "#/run/first")
     until(browser, "document.querySelector('pre')?.textContent ?? ''", lambda text: "onerror" in text)
-    until(browser, "document.querySelector('tbody.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
+    until(browser, "document.querySelector('.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
     to(browser, "#/hosts")
-    until(browser, "document.querySelector('tbody.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
+    until(browser, "document.querySelector('.hosts')?.textContent ?? ''", lambda text: "onerror" in text)
     assert browser.execute_script("return document.images.length") == 0 and browser.title == "ExoGym runs"
 
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"),
 ]
 ROWS = "[...document.querySelectorAll('#results tbody tr')]"
-LABELS = "[...(document.querySelector('.chart').plot?.series ?? [])].map(s => s.label)"
+LABELS = "[...(document.querySelector('.chart')?.plot?.series ?? [])].map(s => s.label)"
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +65,19 @@ def test_the_verdict_and_the_table_are_those_of_the_terminal(browser: Any, folde
     drawn = f"[...document.querySelectorAll('.figures .chart')].map(c => {of})"
     curves, points = until(browser, drawn, lambda charts: len(charts) == 2 and all(charts))
     colors = {row["title"]: looks[row["strategy"]].color for row in rows}
-    assert {label: color for label, color, _ in curves} == colors
+    assert {label: color for label, color, _ in curves if not label.startswith("target ")} == colors
     assert {label: color for label, color, _ in points if label != "Pareto front"} == colors
     ends = {label: lists for label, _, lists in points}
-    assert all(ends[row["title"]] == [[row["tx_bytes"]], [pytest.approx(row["val_loss"])]] for row in rows)
+    for row in rows:  # a point, with a bar of one standard deviation over the seeds
+        mean, std = row["val_loss"], row["val_loss_std"]
+        assert ends[row["title"]] == [[row["tx_bytes"]], *([pytest.approx(x)] for x in (mean, mean - std, mean + std))]
+    target = next(lists for label, _, lists in curves if label == f"target {found.target_loss:.4f}")
+    assert target[1] == [found.target_loss] * 2 and target[0][1] == max(max(lists[0]) for _, _, lists in curves)
 
 
 def test_seeds_are_one_curve_with_a_band_over_bytes(browser: Any, folder: Path) -> None:
     to(browser, "#/compare/mine")
-    labels = until(browser, LABELS, lambda found: len(found) == 7)
+    labels = until(browser, LABELS, lambda found: len(found) == 8)
     assert labels[0] == "bytes sent per node" and (labels[1], labels[4]) == ("DDP", "DiLoCo (H=5)")
     scales = "Object.values(document.querySelector('.chart').plot.scales).map(s => s.distr)"
     assert browser.execute_script(f"return {scales}") == [3, 3]

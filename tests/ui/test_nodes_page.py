@@ -29,11 +29,11 @@ trainer.fit(DiLoCoStrategy(lr=0.02, H=5), num_nodes=3, max_steps=100, batch_size
             faults=Faults(absent={2: [(40, 60)]}), run_dir="runs/away")
 """
 PURPLE = [0x7A, 0x3E, 0x9D]
-# The color in the middle of a node's cell, at a share of the picture's width; names take 64 pixels, a row 16.
+# The color in the middle of a node's cell, at a share of the picture's width; names take 64 pixels, a row 28.
 COLOR = (
     "(() => { const c = document.querySelectorAll('canvas.heat')[0], s = devicePixelRatio || 1,"
     " wide = c.clientWidth - 64; return [...c.getContext('2d').getImageData(s * (64 + wide * %s),"
-    " s * (%s * 16 + 7), 1, 1).data].slice(0, 3); })()"
+    " s * (%s * 28 + 7), 1, 1).data].slice(0, 3); })()"
 )
 
 
@@ -92,9 +92,44 @@ def test_an_absent_node_has_this_color_in_the_timeline_too(browser: Any) -> None
     assert [span[0] for span in late["spans"] if span[1] == "absent"] == [2]
     assert {span[0] for span in spans if span[1] == "wait"} >= {0, 1}
     share = (away[0][2] + away[0][3]) / 2 / max(span[3] for span in spans)
-    color = COLOR.replace("[0]", "[1]", 1).replace("16 + 7", "18 + 7")
+    color = COLOR.replace("[0]", "[1]", 1)
     until(browser, color % (share, 2), is_purple)
     assert not is_purple(browser.execute_script(f"return {color % (share, 1)}"))
+
+
+def test_absences_are_areas_of_the_loss_chart(browser: Any) -> None:
+    """Over steps, and over predicted time at the same records."""
+    to(browser, "#/none")
+    to(browser, "#/run/away")
+    spans = "document.querySelector('.charts.one .chart').spans?.map((s) => [s.from, s.to, s.label])"
+    until(browser, spans, lambda found: found == [[40, 60, "node 2 absent"]])
+    middle = (
+        "(() => { const p = document.querySelector('.charts.one .chart').plot, at = p.valToPos(%s, 'x', true); return"
+    )
+    middle += " [...p.ctx.getImageData(at, p.bbox.top + p.bbox.height / 2, 1, 1).data].slice(0, 3); })()"
+    inside, outside = (browser.execute_script(f"return {middle % step}") for step in (52.5, 72.5))
+    assert inside != outside
+    browser.find_element("css selector", ".tabs [value=time_s]").click()
+    (area,) = until(browser, spans, lambda found: found and found[0][1] < 40)
+    assert 0 < area[0] < area[1]
+
+
+def test_the_pointer_reads_nodes_and_timeline(browser: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    to(browser, "#/none")
+    to(browser, "#/run/away")
+    tips = "[...document.querySelectorAll('section .plot > .tip:not([hidden])')].map((t) => t.textContent)"
+    shown = "[...document.querySelectorAll('canvas.heat')].every((one) => one.clientWidth > 64)"
+    until(browser, f"{shown} && document.querySelectorAll('canvas.heat').length === 2")
+    for number, wanted in ((0, "node 2, step "), (1, "node 2, ")):
+        canvas = browser.find_elements("css selector", "canvas.heat")[number]
+        browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+        ActionChains(browser).move_to_element_with_offset(
+            canvas, 32, 2 * 28 + 10 - canvas.size["height"] // 2
+        ).perform()
+        (said,) = until(browser, tips)
+        assert said.startswith(wanted) and said.partition(": ")[2].partition(",")[0] in ("absent", "computing")
 
 
 def test_the_timeline_zooms(browser: Any, folder: Path) -> None:

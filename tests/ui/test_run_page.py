@@ -115,6 +115,8 @@ def test_stop_says_what_stays_and_loses_no_run(browser: Any, folder: Path, saved
             to(browser, f"#/run/{name}")
             until(browser, "document.querySelectorAll('.tiles div')[5]?.textContent", lambda t: t and "so far" in t)
             until(browser, f"{STANDING}", lambda text: "done at about" in text)
+            share = until(browser, "document.getElementById('progress').position", lambda share: share > 0)
+            assert share < 1
             assert until(browser, BUTTONS) == ["stop"]
             browser.find_element("id", "stop").click()
             said = until(browser, "document.querySelector('.actions p').textContent")

@@ -129,6 +129,13 @@ export async function send(path, body) {
   return found;
 }
 
+// A bar of a picture's colors, with what it shows, and between its lowest and its highest value. `colorAt`: the color of a share from 0 to 1.
+export function scaleBar(title, low, high, colorAt) {
+  const bar = make("span", { class: "scale" });
+  bar.style.backgroundImage = `linear-gradient(90deg, ${[0, 0.25, 0.5, 0.75, 1].map(colorAt).join(", ")})`;
+  return make("span", { class: "soft" }, `${title} ${low}`, bar, high);
+}
+
 // Gray bars where a page's content will be.
 export const skeleton = () => make("div", { class: "skeleton", "aria-hidden": "true" },
   ...Array.from({ length: 5 }, () => make("span", { class: "bone" })));

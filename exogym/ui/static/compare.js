@@ -9,7 +9,7 @@ import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
 
 const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360;
-const LOSS = "validation loss", FRONT = "Pareto front";
+const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a";
 const TITLES = { [LOSS]: "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
 const ENDS = { [LOSS]: ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
 const OF_OTHERS = new Set(["strategy", "total_steps"]);  // other options say the same
@@ -25,6 +25,12 @@ function together(label, runs, column, axis) {
   const of = (form) => steps.map((step) => form(all(step, column)));
   return { label, x: steps.map((step) => mean(all(step, axis))), y: of(mean),
     ...(maps.length > 1 ? { low: of((values) => Math.min(...values)), high: of((values) => Math.max(...values)) } : {}) };
+}
+
+// A dashed line at a loss, as wide as the curves.
+function level(loss, curves, { logx }) {
+  const all = curves.flatMap(({ x }) => x).filter((x) => isNumber(x) && (!logx || x > 0));
+  return { label: `target ${figure(loss)}`, x: [Math.min(...all), Math.max(...all)], y: [loss, loss], color: GRAY, dash: [2, 2] };
 }
 
 const labelOfRow = (row) => row.cell ?? row.strategy;
@@ -61,7 +67,7 @@ export function comparePage(main, names) {
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });
   const [over, choices] = axisChoice("over", { linear: "Linear axes" }, () => show(), make("label", {}, "Group by ", groups), own ? again.link : "");
   const curves = new Map(), described = new Map();
-  let members = {}, colors = {}, offered = "", rows = [], timer = 0, gone = false;
+  let members = {}, colors = {}, offered = "", rows = [], target = null, timer = 0, gone = false;
 
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
   for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null && tall !== first });
@@ -123,6 +129,7 @@ export function comparePage(main, names) {
     for (const [title, column] of Object.entries(TITLES)) {
       if (title !== LOSS && !others.open) continue;
       const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column, axis), ...(byStrategy ? lookOf(label) : {}) }));
+      if (title === LOSS && byStrategy && isNumber(target)) found.push(level(target, found, view));
       const said = title === LOSS ? `Validation loss over ${TABS[axis].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
       draw(holders[title], said, found, title === LOSS ? view : { ...view, logy: false });
     }
@@ -136,10 +143,11 @@ export function comparePage(main, names) {
   // Each strategy's end as a point: lower left is better.
   function showFront(view) {
     const axis = view.axis === "time_s" ? "time_s" : "tx_bytes", holder = front.holders[FRONT];
-    const points = rows.map((row) => ({ label: titleOfRow(row), x: row[axis], y: row.val_loss, ...lookOf(labelOfRow(row)) })).filter(({ x, y }) => isNumber(x) && x > 0 && isNumber(y));
-    const best = frontOf(points), line = { label: "Pareto front", x: best.map(({ x }) => x), y: best.map(({ y }) => y), color: "#8a8a8a", dash: [3, 2] };
+    const points = rows.map((row) => ({ label: titleOfRow(row), x: row[axis], y: row.val_loss, std: row.val_loss_std, ...lookOf(labelOfRow(row)) })).filter(({ x, y }) => isNumber(x) && x > 0 && isNumber(y));
+    const best = frontOf(points), line = { label: "Pareto front", x: best.map(({ x }) => x), y: best.map(({ y }) => y), color: GRAY, dash: [3, 2] };
+    const bar = ({ y, std }) => (isNumber(std) ? { low: [y - std], high: [y + std] } : {});
     const shown = points.length > 1 && grouping() === STRATEGY;
-    draw(holder, "Last loss: lower left is better", shown ? [...(best.length > 1 ? [line] : []), ...points.map((point) => ({ ...point, x: [point.x], y: [point.y], named: points.length <= MOST_BESIDE }))] : [],
+    draw(holder, `Last loss${rows.some((row) => isNumber(row.val_loss_std)) ? " \u00b1 standard deviation" : ""}: lower left is better`, shown ? [...(best.length > 1 ? [line] : []), ...points.map((point) => ({ ...point, x: [point.x], y: [point.y], ...bar(point), named: points.length <= MOST_BESIDE }))] : [],
       { ...view, axis, logx: !look.linear, smooth: 0 });
   }
 
@@ -161,7 +169,7 @@ export function comparePage(main, names) {
   async function showVerdict() {
     if (own === null) return;
     const found = await get(`/api/runs/${address(names[0])}/verdict`), [, sentence, rest] = (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
-    members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? [];
+    members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? []; target = found.target_loss;
     verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
     further.hidden = !rest; verdict.classList.toggle("none", /^No strategy/.test(sentence ?? ""));
     if (rest && further.textContent !== `More${rest}`) further.replaceChildren(make("summary", {}, "More"), make("p", {}, rest));

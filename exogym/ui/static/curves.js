@@ -64,6 +64,12 @@ export function markOf({ color, dash }) {
   return mark;
 }
 
+// Place a box beside the pointer, on the side with more room.
+export function beside(tip, left, wide) {
+  tip.style.left = left > wide / 2 ? "" : `${left + 12}px`;
+  tip.style.right = left > wide / 2 ? `${wide - left + 12}px` : "";
+}
+
 // The value at a place, or at the nearest place that has one.
 function near(values, at) {
   for (let k = 0; k < values.length; k += 1) {
@@ -73,7 +79,7 @@ function near(values, at) {
 }
 
 // Draw a chart of several curves {label, x: [...], y: [...]}, with an optional color, and low and high for a band.
-// Points without numbers are left out. `view` has the axis, logx, logy and smooth; the reader's choices are the default.
+// Points without numbers are left out. A lone point's low and high are a bar. `holder.spans` lists areas {from, to, label, color}. `view` has the axis, logx, logy and smooth; the reader's choices are the default.
 export function draw(holder, title, curves, view = look) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches, colors = dark ? DARK : LIGHT;
   const shown = curves.map((curve) => prepared(curve, view)).filter((curve) => curve.lists[0].length);
@@ -108,6 +114,25 @@ function marksOfLog(self, axis, low, high) {
   const marks = (digits) => powers.flatMap((power) => digits.map((digit) => Number((digit * power).toPrecision(3)))).filter((x) => x >= low && x <= high);
   const places = (found) => found.map((x) => self.valToPos(x, axis ? "y" : "x")), room = axis ? 22 : 58;
   return DIGITS.map(marks).find((found) => places(found).every((at, k, all) => !k || Math.abs(at - all[k - 1]) >= room)) ?? marks([1]);
+}
+
+// A bar from a point's low to its high.
+function bar({ ctx, valToPos }, { color, lists: [[x], , [low], [high]] }) {
+  ctx.fillStyle = color;
+  ctx.fillRect(valToPos(x, "x", true) - 1, valToPos(high, "y", true), 2, valToPos(low, "y", true) - valToPos(high, "y", true));
+}
+
+// Areas below the curves, with their names where there is room.
+function areas({ ctx, bbox, valToPos, scales: { x: { min, max } } }, spans, text) {
+  ctx.save();
+  Object.assign(ctx, { font: `${11 * (devicePixelRatio || 1)}px ${FONT}`, textBaseline: "top" });
+  for (const { from, to, label, color } of spans.filter((span) => span.to > min && span.from < max)) {
+    const [left, right] = [Math.max(from, min), Math.min(to, max)].map((x) => valToPos(x, "x", true));
+    ctx.fillStyle = `${color}44`; ctx.fillRect(left, bbox.top, Math.max(right - left, 1), bbox.height);
+    ctx.fillStyle = text;
+    if (ctx.measureText(label).width < right - left - 8) ctx.fillText(label, left + 4, bbox.top + 4);
+  }
+  ctx.restore();
 }
 
 // Write a point's name beside it.
@@ -157,8 +182,7 @@ function begin(holder, title, data) {
     const x = plot.data[0][k], left = plot.valToPos(x, "x");
     tip.replaceChildren(make("strong", {}, `${AXES[view.axis]} ${ofX(x)}`),
       ...lines(k).map(([curve, y]) => make("span", {}, markOf(curve), `${curve.label} ${ofY(y)}`)));
-    tip.style.left = left > plot.over.clientWidth / 2 ? "" : `${left + 12}px`;
-    tip.style.right = left > plot.over.clientWidth / 2 ? `${plot.over.clientWidth - left + 12}px` : "";
+    beside(tip, left, plot.over.clientWidth);
   }
   const plot = new uPlot({
     width: holder.clientWidth || 320, height: tall, legend: { show: false }, focus: { alpha: FADED },
@@ -167,7 +191,11 @@ function begin(holder, title, data) {
     series: [{ label: AXES[view.axis] }, ...series],
     bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {
-      draw: [(self) => shown.filter((curve) => curve.named).forEach((curve) => named(self, curve, text))],
+      drawClear: [(self) => areas(self, holder.spans ?? [], text)],
+      draw: [(self) => holder.curves.forEach((curve) => {
+        if (curve.band && curve.lists[0].length === 1) bar(self, curve);
+        if (curve.named) named(self, curve, text);
+      })],
       setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],
       setSelect: [(self) => { if (self.select.width > 0) {
         keep({ min: self.posToVal(self.select.left, "x"), max: self.posToVal(self.select.left + self.select.width, "x") });

@@ -76,6 +76,8 @@ export function newPage(main) {
     type: "button", class: "chip", "data-strategy": text, onclick() { add(text); } }, text)));
   const form = make("form", { onsubmit: async (event) => {
     event.preventDefault();
+    if (checked !== line.value) { wanted = line.value; at.textContent = CHECKING; return; }  // it starts if the check of this text is fine
+    if (wrong.textContent) return;
     const { command, options } = given();
     try {
       const found = await send("/api/start", { command, options });
@@ -83,7 +85,7 @@ export function newPage(main) {
     } catch (error) { at.textContent = error.message; }
   } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
-  let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1, begun = "";
+  let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1, begun = "", checked = null, wanted = null;  // checked: the text of the last check; wanted: the text to start
 
   // Write a strategy into the line.
   function add(text) {
@@ -113,7 +115,7 @@ export function newPage(main) {
   }
 
   function key(event) {
-    if (event.key === "Enter" && (list.hidden || chosen < 0)) { event.preventDefault(); if (!button.disabled) form.requestSubmit(); return; }
+    if (event.key === "Enter" && (list.hidden || chosen < 0)) { event.preventDefault(); form.requestSubmit(); return; }
     if (list.hidden || !offered) return;
     const last = offered.found.length - 1;
     if (event.key === "ArrowDown") chosen = Math.min(chosen + 1, last);
@@ -127,7 +129,7 @@ export function newPage(main) {
   }
 
   function changed() {
-    begun = null;
+    begun = wanted = null;
     if (!trying) guessed.textContent = "";  // it was of another line
     if (document.activeElement === line) suggest();
     clearTimeout(checking);
@@ -136,7 +138,7 @@ export function newPage(main) {
 
   async function check() {
     if (begun === null) history.replaceState(null, "", `#/new?${new URLSearchParams({ line: line.value })}`);
-    const mine = asked += 1, { command, options, error } = given();
+    const mine = asked += 1, text = line.value, { command, options, error } = given();
     let found = { error, plan: "" };
     if (!error) {
       try { found = await send("/api/check", { command, options }); }
@@ -148,10 +150,11 @@ export function newPage(main) {
     }
     if (mine !== asked || gone) return;  // a later check is under way
     if (at.textContent === CHECKING) at.textContent = "";
-    wrong.textContent = found.error;
+    wrong.textContent = found.error; checked = text;
     line.setAttribute("aria-invalid", String(Boolean(found.error)));
     plan.textContent = found.plan && `Start trains ${found.plan}.`;
     button.disabled = Boolean(found.error); guess.disabled = trying || button.disabled;
+    if (wanted === text && text === line.value) { wanted = null; form.requestSubmit(); }
   }
 
   // The line that the address holds; "again" names a run whose options to take.

@@ -1,12 +1,12 @@
 // Pictures on a canvas: nodes over steps, and the timeline.
 
-import { figure, get, isNumber, look, make, seconds, share } from "./base.js";
-import { draw, markOf, places } from "./curves.js";
+import { figure, get, isNumber, look, make, scaleBar, seconds, share } from "./base.js";
+import { beside, draw, markOf, places } from "./curves.js";
 
 const ABSENT = "#7a3e9d";
 const KINDS = { compute: ["#0072b2", "computing"], send: ["#d55e00", "sending"], wait: ["#b8b8b8", "waiting"], absent: [ABSENT, "absent"] };
-const CROWD = "training loss";
-const LEFT = 64, BELOW = 20;
+const CROWD = "training loss", EDGE = 0.02;  // EDGE: the share of losses at each end that take the end's color
+const LEFT = 64, BELOW = 24, APART = 90;  // pixels of the names, of the marks, and between two marks
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
   waiting: "share of time waiting", absent: "absent" };
 
@@ -21,9 +21,42 @@ function brushOn(canvas, rows, tall) {
   brush.scale(scale, scale);
   brush.clearRect(0, 0, width, height);
   brush.fillStyle = getComputedStyle(document.body).color;
-  brush.font = "11px system-ui, sans-serif";
+  brush.font = "12px system-ui, sans-serif";
   brush.textBaseline = "middle";
   return { brush, width: width - LEFT, height };
+}
+
+const tallOf = (nodes) => (nodes.length > 24 ? 8 : nodes.length > 8 ? 16 : 28);
+
+// Marks with round numbers below a picture. `placeOf`: a number's distance from the left.
+function marks({ brush, width }, below, from, to, placeOf, form, least = 1e-9) {
+  const rough = Math.max((to - from) * APART / width, least), power = 10 ** Math.floor(Math.log10(rough));
+  const each = [1, 2, 5, 10].map((digit) => digit * power).find((size) => size >= rough * 0.999);
+  for (let k = Math.ceil(from / each); k * each <= to; k += 1) {
+    const x = LEFT + placeOf(k * each), text = form(k * each), wide = brush.measureText(text).width;
+    brush.fillRect(x, below, 1, 5);
+    brush.fillText(text, Math.max(LEFT, Math.min(x - wide / 2, LEFT + width - wide)), below + 15);
+  }
+}
+
+// Beside the pointer a box with what `textAt` says of the place, and a line through the picture.
+function reading(canvas, textAt) {
+  const tip = make("div", { class: "tip", hidden: true }), line = make("div", { class: "hair", hidden: true });
+  canvas.after(line, tip);
+  canvas.addEventListener("pointermove", ({ offsetX, offsetY }) => {
+    tip.textContent = (offsetX >= LEFT && textAt(offsetX - LEFT, offsetY)) || "";
+    tip.hidden = line.hidden = !tip.textContent;
+    line.style.left = `${offsetX}px`; tip.style.top = `${offsetY + 16}px`;
+    beside(tip, offsetX, canvas.clientWidth);
+  });
+  canvas.addEventListener("pointerleave", () => { tip.hidden = line.hidden = true; });
+}
+
+// The intervals of steps in which nodes were absent, as areas of a chart over steps.
+export function absences({ steps, loss, nodes }) {
+  const gone = steps.map((_, k) => (loss.some((row) => row[k] !== null) ? nodes.filter((_, n) => loss[n][k] === null) : []).join(", "));
+  const begins = gone.flatMap((text, k) => (text !== gone[k - 1] ? [k] : []));
+  return begins.map((k, n) => ({ from: steps[k], to: steps[begins[n + 1]] ?? steps.at(-1), color: ABSENT, label: `node ${gone[k]} absent`, gone: gone[k] })).filter((one) => one.gone);
 }
 
 function names(brush, nodes, tall) {
@@ -37,8 +70,9 @@ export function nodesPicture() {
   const choice = make("select", { id: "nodes", onchange(event) { look.nodes = event.target.value; show(); } });
   const { holders, box: band } = places([CROWD]), worst = make("ol", { id: "worst" }), crowd = make("div", { hidden: true }, band,
     make("h3", {}, "Highest newest losses"), worst);
-  const box = make("section", { hidden: true }, make("h2", {}, "Nodes"),
-    make("div", { class: "bar" }, make("label", {}, "Show ", choice)), crowd, make("div", {}, canvas), said);
+  const held = make("div", { class: "plot" }, canvas), box = make("section", { hidden: true }, make("h2", {}, "Nodes"),
+    make("div", { class: "bar" }, make("label", {}, "Show ", choice)), crowd, held, said);
+  reading(canvas, readAt);
   let found = null, shown = null;
 
   // The rows of a view. away: whether a node was absent; null where no node has a loss.
@@ -67,37 +101,31 @@ export function nodesPicture() {
     const { steps, rows, away } = matrix(view);
     const values = rows.flat().filter(isNumber), isLoss = view === "loss";
     const level = (value) => (isLoss ? Math.log(Math.max(value, 1e-12)) : value);
-    const low = isLoss ? values.reduce((a, b) => Math.min(a, level(b)), Infinity) : 0;
-    const high = isLoss ? values.reduce((a, b) => Math.max(a, level(b)), -Infinity) : 1;
-    const tall = rows.length > 24 ? 8 : 16, { brush, width } = brushOn(canvas, rows.length, tall);
+    const sorted = isLoss ? values.map(level).sort((a, b) => a - b) : [0, 1], edge = isLoss ? Math.floor(EDGE * sorted.length) : 0;
+    const low = sorted[edge], high = sorted.at(-1 - edge), part = (value) => Math.min(Math.max((level(value) - low) / (high - low), 0), 1);
+    const tall = tallOf(rows), painted = brushOn(canvas, rows.length, tall), { brush, width } = painted, wide = width / steps.length;
     names(brush, found.nodes, tall);
-    brush.fillText(`step ${steps[0] ?? ""}`, LEFT, rows.length * tall + BELOW / 2);
-    const last = `step ${steps.at(-1) ?? ""}`;
-    brush.fillText(last, LEFT + width - brush.measureText(last).width, rows.length * tall + BELOW / 2);
-    const wide = width / steps.length;
+    if (steps.length) marks(painted, rows.length * tall, steps[0], steps.at(-1), (step) => steps.findIndex((one) => one >= step) * wide, (step) => `step ${step}`, 1);
     rows.forEach((row, k) => row.forEach((value, at) => {
       const gone = away[k]?.[at];
       if (value === null && !gone) return;
-      brush.fillStyle = gone ? ABSENT : shade(view === "absent" ? 0 : high > low ? (level(value) - low) / (high - low) : 0.5);
+      brush.fillStyle = gone ? ABSENT : shade(view === "absent" ? 0 : high > low ? part(value) : 0.5);
       brush.fillRect(LEFT + at * wide, k * tall, Math.max(wide, 0.5) + 0.3, tall - 1);
     }));
     shown = { steps, rows, away, wide, tall, isLoss };
-    const range = isLoss ? `${figure(Math.exp(low), 3)} to ${figure(Math.exp(high), 3)}` : "0 to 100 %";
+    const range = isLoss && sorted.length ? [low, high].map((x) => figure(Math.exp(x), 3)) : ["0 %", "100 %"];
     const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
     const anyAway = away.flat().some(Boolean), own = isLoss || view === "absent";
-    said.textContent = `${view === "absent" ? "" : `Light is low, dark is high: ${range}. `}${own && !anyAway ? "No node was absent" : own ? "Purple: absent" : "Empty: no value"}${more}.`;
-    canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range}`);
+    said.replaceChildren(view === "absent" ? "" : scaleBar(VIEWS[view], ...range, shade), ` ${own && !anyAway ? "No node was absent" : own ? "Purple: absent" : "Empty: no value"}${more}.`);
+    canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range.join(" to ")}`);
   }
 
-  canvas.addEventListener("mousemove", (event) => {
-    if (shown === null) return;
-    const row = Math.floor(event.offsetY / shown.tall), at = Math.floor((event.offsetX - LEFT) / shown.wide);
-    const value = shown.rows[row]?.[at];
-    if (value === undefined) return;
+  function readAt(x, y) {
+    const row = Math.floor(y / shown.tall), at = Math.floor(x / shown.wide), value = shown.rows[row]?.[at];
+    if (value === undefined) return "";
     const gone = shown.away[row]?.[at], number = choice.value === "absent" ? "present" : shown.isLoss ? figure(value) : share(value);
-    const text = gone ? "absent" : value === null ? "no value" : number;
-    said.textContent = `node ${found.nodes[row]}, step ${shown.steps[at]}: ${text}`;
-  });
+    return `node ${found.nodes[row]}, step ${shown.steps[at]}: ${gone ? "absent" : value === null ? "no value" : number}`;
+  }
   return { box, show(now) { found = now ?? found; show(); } };
 }
 
@@ -106,6 +134,11 @@ export function timelinePicture(api) {
   const canvas = make("canvas", { class: "heat", role: "img", id: "timeline" }), said = make("p", { class: "soft" });
   const legend = make("p", { class: "legend" }), tools = make("div", { class: "bar tools" });
   const held = make("div", { class: "plot" }, canvas);
+  reading(canvas, (x, y) => {
+    const node = found.nodes[Math.floor(y / tallOf(found.nodes))], second = timeAt(x);
+    const [, kind, first, until, name] = found.spans.find((span) => span[0] === node && span[2] <= second && second <= span[3]) ?? [];
+    return kind && `node ${node}, ${seconds(second)}: ${KINDS[kind]?.[1] ?? kind}${name && name !== kind ? `, ${name}` : ""}, ${seconds(until - first)} long`;
+  });
   const box = make("section", { hidden: true }, make("h2", {}, "Timeline"), legend, held, tools, said);
   let found = null, window_ = null, from = null, width = 1;  // window_: seconds from and to; null: all
   legend.append(...Object.values(KINDS).map(([color, word]) => make("span", {}, markOf({ color, dash: [] }), word)));
@@ -148,12 +181,11 @@ export function timelinePicture(api) {
   function show() {
     box.hidden = !(found?.spans && found.nodes.length);
     if (box.hidden) return;
-    const tall = found.nodes.length > 24 ? 8 : 18, painted = brushOn(canvas, found.nodes.length, tall), { brush } = painted;
+    const tall = tallOf(found.nodes), painted = brushOn(canvas, found.nodes.length, tall), { brush } = painted;
     width = painted.width;
     names(brush, found.nodes, tall);
-    const below = found.nodes.length * tall + BELOW / 2, last = seconds(found.until_s), long = found.until_s - found.from_s;
-    brush.fillText(seconds(found.from_s), LEFT, below);
-    brush.fillText(last, LEFT + width - brush.measureText(last).width, below);
+    const last = seconds(found.until_s), long = found.until_s - found.from_s;
+    marks(painted, found.nodes.length * tall, found.from_s, found.until_s, (second) => width * (second - found.from_s) / long, seconds);
     const row = new Map(found.nodes.map((node, k) => [node, k]));
     for (const [node, kind, first, until] of found.spans) {
       brush.fillStyle = KINDS[kind]?.[0] ?? "#b8b8b8";

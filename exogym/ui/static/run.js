@@ -5,8 +5,8 @@ import {
   skeleton, stateOf, table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
-import { hostsTables } from "./hosts.js";
-import { nodesPicture, timelinePicture } from "./pictures.js";
+import { hostsOf } from "./hosts.js";
+import { absences, nodesPicture, timelinePicture } from "./pictures.js";
 
 const CHARTS = {
   loss: ["val_loss", "train_loss"], accuracy: ["val_accuracy"], "bytes sent per node": ["tx_bytes"],
@@ -28,8 +28,8 @@ function optionTables({ description, usual = [] }) {
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
   const actions = actionsOf(name), again = againLink(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
-  const bones = skeleton(), tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
-  const head = heading(name), { holders: large, box: first } = places([LOSS]), { holders: small, box: charts } = places(OTHERS), holders = { ...large, ...small };
+  const bones = skeleton(), tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health", class: "health" });
+  const head = heading(name), bar = make("progress", { id: "progress", "aria-label": "steps", hidden: true }), { holders: large, box: first } = places([LOSS]), { holders: small, box: charts } = places(OTHERS), holders = { ...large, ...small };
   first.classList.add("one"); large[LOSS].tall = TALL;
   const nodes = nodesPicture(), timeline = timelinePicture(`/api/runs/${address(name)}`), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
@@ -39,14 +39,15 @@ export function runPage(main, name) {
     first, charts, hosts, nodes.box, timeline.box, own, about, make("div", { class: "bar" },
       link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json")), make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
-  main.append(head, trouble, at, bones, tiles, health, actions.box, rest);
+  main.append(head, trouble, at, bar, bones, tiles, health, actions.box, rest);
   const next = followed(name, MOST_POINTS);
-  let rows = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
+  let rows = [], away = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
   function show() {
     const axis = rows.some((row) => isNumber(row[look.axis])) ? look.axis : "step";
     for (const tab of axes.children) tab.hidden = !rows.some((row) => isNumber(row[tab.value]));
-    const x = rows.map((row) => row[axis]);
+    const x = rows.map((row) => row[axis]), placed = (step) => (rows.find((row) => row.step >= step) ?? rows.at(-1))?.[axis];
+    large[LOSS].spans = away.map(({ from, to, ...one }) => ({ ...one, from: placed(from), to: placed(to) }));
     for (const [title, names] of Object.entries(CHARTS)) {
       draw(holders[title], title, names.map((label) => ({ label, x, y: rows.map((row) => row[label]) })), { ...look, axis });
     }
@@ -71,6 +72,7 @@ export function runPage(main, name) {
     at.textContent = [run.state, strategy].filter(Boolean).join(", ") + (over ? "" : ago + end);
     const tile = (title, value, below) => make("div", {}, make("dt", {}, title), make("dd", {}, value),
       make("dd", { class: "soft" }, below));
+    bar.hidden = !isNumber(total) || run.state === "done"; bar.max = total ?? 1; bar.value = step;
     tiles.replaceChildren(
       tile("State", stateOf(run.state), over ? strategy ?? "" : ago.slice(2)),
       tile("Step", `${step} of ${total ?? "?"}`, total ? `${Math.floor(100 * step / total)} %` : ""),
@@ -124,14 +126,14 @@ export function runPage(main, name) {
   // Draw the pictures, and return whether their files have more to read.
   async function pictures() {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
-    nodes.show(told);
+    nodes.show(told); away = absences(told); show();
     health.textContent = told.health; health.classList.toggle("warn", Boolean(told.health) && !told.health.startsWith("All "));
     await timeline.load();
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;
     if (found.hosts) {
       const open = hosts.querySelector("details")?.open ?? false;
-      hosts.replaceChildren(make("h2", {}, "Hosts"), ...hostsTables(found));
+      hosts.replaceChildren(make("h2", {}, "Hosts"), ...hostsOf(name, found, run.status.total_steps));
       hosts.querySelector("details").open = open;
     }
     return told.more;
