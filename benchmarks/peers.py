@@ -1,4 +1,4 @@
-"""Seconds per round and memory of federated simulators: ExoGym, pfl-research, Flower, a hand-written loop.
+"""Seconds per round and memory of federated simulators: ExoGym, pfl-research, Flower, JAX's vmap, a hand-written loop.
 
     python benchmarks/peers.py                            all rows, in about half an hour, most of it Flower's
     python benchmarks/peers.py --rows 0 --who ours,hand   some of them
@@ -8,8 +8,8 @@ FedAvg of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread, one 
 by its number from 12,000 pictures when it is asked for the first time. Each turn of a cell is a process of its own, and
 they take turns; seconds are the median of the rounds after the first; memory is the most that the process held, torch
 included, of Flower that of all its processes, what they share counted once. Flower's clients compute in one process of
-Ray beside the server's. The peers are installed into an environment of their own in --cache, which sees this one's
-torch, so only Ray is large.
+Ray beside the server's. JAX computes a round's clients in one compiled vmap, on one core. The peers are installed into
+an environment of their own in --cache, which sees this one's torch, so only Ray is large.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-PEERS = ("pfl==0.6.0", "flwr[simulation]==1.40.0")  # Flower's newer ones want a certifi of the month they came in
+PEERS = (
+    "pfl==0.6.0",
+    "jax==0.10.2",
+    "flwr[simulation]==1.40.0",
+)  # Flower's newer ones want a certifi of the month they came in
 WORKLOADS = [  # clients, of which sampled, steps a round, rounds
     (100, 100, 30, 4),
     (1_000, 1_000, 3, 4),
@@ -195,6 +199,42 @@ def flower(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(moments)]
 
 
+def jax_vmap(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
+    """A round is one compiled vmap over clients of a scan over steps; it is compiled in the first round."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # XLA starts a thread for each core otherwise
+    import jax  # type: ignore[import-not-found]
+    from jax import numpy as jnp  # type: ignore[import-not-found]
+
+    of, seconds, draws = functools.cache(clients(steps)), list[float](), torch.Generator().manual_seed(0)
+    theta = [jnp.asarray(p.detach().numpy()) for p in mlp().parameters()]
+
+    def loss(theta: list[object], x: object, y: object) -> object:
+        w1, b1, w2, b2 = theta
+        scores = jax.nn.relu(x @ w1.T + b1) @ w2.T + b2
+        return -jnp.take_along_axis(jax.nn.log_softmax(scores), y[:, None], 1).mean()
+
+    def step(theta: list[object], batch: tuple[object, object]) -> tuple[list[object], None]:
+        gradients = jax.grad(loss)(theta, *batch)
+        return [p - LR * g for p, g in zip(theta, gradients, strict=True)], None
+
+    @jax.jit  # type: ignore[untyped-decorator]
+    def train(theta: list[object], x: object, y: object) -> list[object]:
+        rows = jax.vmap(lambda *batches: jax.lax.scan(step, theta, batches)[0])(x, y)
+        return [row.mean(0) for row in rows]
+
+    for _ in range(rounds):
+        start = time.perf_counter()
+        xs, ys = [], []
+        for client in torch.randperm(N, generator=draws)[:sampled].tolist():
+            x, y = of(client)
+            order = torch.randperm(len(x), generator=draws)
+            xs.append(x[order].view(steps, BATCH, -1))
+            ys.append(y[order].view(steps, BATCH))
+        theta = jax.block_until_ready(train(theta, torch.stack(xs).numpy(), torch.stack(ys).numpy()))
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
 def family_mb() -> float:
     """Return the memory of this process and its children, with shared memory counted once."""
     import psutil
@@ -204,10 +244,16 @@ def family_mb() -> float:
 
 
 MEMORY_MB: list[float] = []  # where it is that of more processes than one
-WHO: dict[str, Callable[[int, int, int, int], list[float]]] = {"ours": ours, "hand": hand, "pfl": pfl, "flower": flower}
-TITLES = {"ours": "ExoGym", "hand": "a hand-written loop", "pfl": "pfl-research", "flower": "Flower"}
+WHO: dict[str, Callable[[int, int, int, int], list[float]]] = {
+    "ours": ours,
+    "hand": hand,
+    "pfl": pfl,
+    "jax": jax_vmap,
+    "flower": flower,
+}
+TITLES = {"ours": "ExoGym", "hand": "a hand-written loop", "pfl": "pfl-research", "jax": "JAX vmap", "flower": "Flower"}
 
-APART = {"pfl", "flower"}  # in an environment of their own
+APART = {"pfl", "jax", "flower"}  # in an environment of their own
 ROWS = {"flower": [0, 2]}  # the others take it many minutes
 
 
