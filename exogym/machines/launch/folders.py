@@ -19,21 +19,35 @@ OWNER_BYTES = 4096
 
 
 @contextlib.contextmanager
-def launch_folder() -> Iterator[Path]:
+def launch_folder(prefix: str = PREFIX) -> Iterator[Path]:
     """A context that makes a launch's folder, and removes it at the end.
 
-    It also removes the folders that killed launchers have left.
+    It also removes the folders with this prefix that killed launchers have left.
 
     Raises:
         ExoGymError: no temporary folder can be written.
     """
-    with temporary_folder(PREFIX) as folder:
-        for other in folder.parent.glob(f"{PREFIX}*"):
+    with temporary_folder(prefix) as folder:
+        for other in folder.parent.glob(f"{prefix}*"):
             if other != folder and is_left(other):
-                shutil.rmtree(other, ignore_errors=True)
+                _remove(other)
         (folder / RUNNING).mkdir()
         write_json(folder / OWNER, described())
-        yield folder
+        try:
+            yield folder
+        finally:
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, its `OWNER` last, so that a later launch can finish the removal if this process is killed."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != OWNER:
+                path.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_left(folder: Path) -> bool:
@@ -45,6 +59,7 @@ def is_left(folder: Path) -> bool:
         owner = json.loads(end_of(folder / OWNER, OWNER_BYTES))
         if owner["machine"] != identity()[0] or is_alive(owner) is not False:
             return False
-        return all(started(int(mark.name)) is None for mark in (folder / RUNNING).iterdir())
+        marks = (folder / RUNNING).iterdir() if (folder / RUNNING).exists() else ()  # the removal may have begun
+        return all(started(int(mark.name)) is None for mark in marks)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):  # such as a folder that a launcher has just made
         return False

@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import textwrap
 import threading
@@ -29,7 +30,7 @@ from exogym.machines.launch import DistributedLauncher, LaunchConfig, launch_dis
 from exogym.machines.launch.__main__ import main, split
 from exogym.machines.launch.attempts import Attempts, describe, exit_code, first_failure
 from exogym.machines.launch.config import FIRST_RANK
-from exogym.machines.launch.folders import OWNER, PREFIX, is_left
+from exogym.machines.launch.folders import OWNER, PREFIX, is_left, launch_folder
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import NAME, Machine, check_address, register
 
@@ -413,6 +414,24 @@ def test_the_next_launcher_removes_the_folder_of_a_killed_one(script, start, tmp
     assert not other.exists()
 
 
+def test_an_interrupted_removal_is_finished_by_the_next_launch(tmp_path, monkeypatch):
+    killed = """
+        import os, shutil
+        from exogym.machines.launch.folders import launch_folder
+        remove = shutil.rmtree
+        with launch_folder() as folder:
+            (folder / "0.err").touch()
+            shutil.rmtree = lambda *path, **options: (remove(*path, **options), os._exit(9))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(killed)], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert done.returncode == 9
+    assert [*tmp_path.glob(f"{PREFIX}*/{OWNER}")] and not [*tmp_path.glob(f"{PREFIX}*/running")]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with launch_folder() as folder:
+        assert [*tmp_path.iterdir()] == [folder]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_only_folders_of_dead_launchers_of_this_user_count_as_left(tmp_path, monkeypatch):
     folder = tmp_path / f"{PREFIX}x"
     (folder / "running").mkdir(parents=True)
@@ -435,6 +454,8 @@ def test_only_folders_of_dead_launchers_of_this_user_count_as_left(tmp_path, mon
     (folder / "running" / str(os.getpid())).unlink()
     (tmp_path / "link").symlink_to(folder)
     assert is_left(folder) and not is_left(tmp_path / "link")
+    (folder / "running").rmdir()
+    assert is_left(folder)  # its launcher was killed while it removed the folder
     monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
     assert not is_left(folder)
 
