@@ -306,7 +306,7 @@ def test_the_whole_site(built: tuple[Path, subprocess.CompletedProcess[str]]) ->
     assert "exogym.strategy.Strategy" in custom and "exogym.compress.TopK" not in custom  # its own class of that name
     assert len(list((site / "_downloads").rglob("tutorial_*.py"))) == len(list((ROOT / "tutorials").glob("*.py")))
     assert '"early stopping":[[' in (site / "searchindex.js").read_text("utf-8")
-    assert "<math" in (site / "understand" / "methods.html").read_text("utf-8")
+    assert "<math" in (site / "understand" / "choosing.html").read_text("utf-8")
 
 
 # Search: what readers type, and the pages that answer it
@@ -325,12 +325,12 @@ QUESTIONS = {
     "which method for 50 Mbit/s": {"understand/choosing", "network"},
     "1,000 clients non-IID": {"federated"},
     "what does payload mean": {"glossary"},
-    "run on a GPU": {"understand/hardware"},
+    "run on a GPU": {"understand/matrix"},
     "own outer optimizer": {"recipes", "strategies"},
     "non-IID text": {"getting_started"},
     "plot loss against bytes": {"recipes"},
     "reload a comparison as a DataFrame": {"runs"},
-    "differential privacy": {"strategies/averaging"},
+    "differential privacy": {"federated"},
     "coming from gym": {"coming_from_gym"},
     "host dies": {"real_machines"},
     "how good are predictions": {"evidence", "predictions"},
