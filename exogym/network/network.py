@@ -173,10 +173,10 @@ class Network(Pricing):
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part._options.keys() - {"efficiency", "stream", "server", "seed", "memory"}:
+            if others := sorted(part._options.keys() - {"efficiency", "stream"}):
                 raise ArgumentError(
-                    "give jitter, loss, tcp, library and bucket to Network.groups(), for all links, not to inside and "
-                    "between"
+                    f"the networks inside and between groups cannot have {', '.join(others)}: leave that out there, and "
+                    "give it to Network.groups() for all links"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
