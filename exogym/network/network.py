@@ -175,8 +175,8 @@ class Network(Pricing):
         for part in (*insides, outer):
             if others := sorted(part._options.keys() - {"efficiency", "stream"}):
                 raise ArgumentError(
-                    f"the networks inside and between groups cannot have {', '.join(others)}: leave that out there, and "
-                    "give it to Network.groups() for all links"
+                    f"the networks inside and between groups cannot have {', '.join(others)}: leave that out there "
+                    "and give it to Network.groups() for all links"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
