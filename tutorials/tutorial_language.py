@@ -126,8 +126,8 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task language --data texts --task-options weights=smol
 # ```
 #
-# The first command trains on this computer, the second also on other computers. [Language
-# models](../docs/language-model.md) has all options.
+# The first command trains on this computer, the second also on other computers. [Fine-tuning language
+# models](../docs/fine_tuning.md#language-models) describes all options.
 #
 # ## Change something
 #

@@ -125,8 +125,8 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first command trains on this computer, the second also on other computers. [Whisper](../docs/whisper.md) has all
-# options.
+# The first command trains on this computer, the second also on other computers. [Fine-tuning
+# Whisper](../docs/fine_tuning.md#whisper) describes all options.
 #
 # ## Change something
 #

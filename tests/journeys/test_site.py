@@ -317,7 +317,7 @@ QUESTIONS = {
     "gradient accumulation": {"understand/choosing", "recipes"},
     "mixed precision bf16": {"recipes"},
     "my own model": {"getting_started"},
-    "Hugging Face model with LoRA": {"hugging_face"},
+    "Hugging Face model with LoRA": {"fine_tuning"},
     "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
     "consensus distance": {"getting_started", "glossary"},
     "log to W&B": {"getting_started"},
