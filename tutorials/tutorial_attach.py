@@ -142,7 +142,7 @@ print("the simulation's model in both processes:", same_bits())
 
 # %% [markdown]
 # The processes could just as well run on two hosts: start the same script with torchrun on each ([processes by
-# hand](../docs/processes.md#processes-by-hand)).
+# hand](../docs/processes.md#write-a-distributed-script)).
 #
 # ## Resume after a crash
 #
