@@ -312,23 +312,31 @@ OF_EACH_KIND = (
 
 
 def table():
-    """Return a Markdown table of ExoGym's strategies, with payload, collectives and needs."""
-    heads = ("name", "payload of a node per step", "collectives", "needs")
-    lines = []
+    """Return a Markdown table of payload, collectives and needs; strategies that share all of these share a line."""
+    heads = ("name", "payload of a node per step", "collectives", "who communicates, and when")
+    lines = {}
     for name, kind in sorted(OURS.items()):
         kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
-        lines.append((f"`{name}`", kind.payload, ", ".join(kinds), kind.needs))
-    return _markdown(heads, lines)
+        lines.setdefault((kind.payload, ", ".join(kinds), kind.needs), []).append(f"`{name}`")
+    return _markdown(heads, [(", ".join(names), *cells) for cells, names in lines.items()])
 
 
 def table_of_identities():
     """Return a Markdown table of ExoGym's strategies, with class, paper, equation and identities."""
-    heads = ("name and class", "paper", "equation", "equal to")
+    heads = ("name and class", "equation", "equal to")
     lines = [
-        (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))
+        (f"{_linked(f'`{name}`', kind.paper)}, `{kind.__name__}`", f"`{kind.equation}`", "; ".join(kind.identities))
         for name, kind in sorted(OURS.items())
     ]
     return _markdown(heads, lines)
+
+
+def _linked(name, paper):
+    """Return the name as a link to its paper, or with the paper in parentheses if it has no address."""
+    for site, address in (("arXiv:", "https://arxiv.org/abs/"), ("openreview ", "https://openreview.net/forum?id=")):
+        if paper.startswith(site):
+            return f"[{name}]({address}{paper.removeprefix(site)})"
+    return f"{name} ({paper})"
 
 
 def _markdown(heads, lines):

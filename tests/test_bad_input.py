@@ -312,7 +312,7 @@ STRATEGIES = [
     (lambda: SimpleReduceStrategy("lbfgs"), "LBFGS cannot be used here"),
     (lambda: SimpleReduceStrategy(torch.optim.SparseAdam), "SparseAdam cannot be used here"),
     (lambda: SimpleReduceStrategy(nn.Linear), "an optimizer is a name"),
-    (lambda: OptimSpec(torch.optim.SGD([torch.zeros(1)])), "not an SGD that is made already"),
+    (lambda: OptimSpec(torch.optim.SGD([torch.zeros(1)])), "not an existing SGD"),
     (lambda: OptimSpec("sgd", momentun=0.9), "SGD has no argument 'momentun': did you mean 'momentum'"),
     (lambda: Mine(inner_optimizer="adamw"), "did you mean 'inner_optim'"),
     (lambda: Mine(H=5), "has no argument 'H'"),

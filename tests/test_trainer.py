@@ -278,8 +278,8 @@ def test_too_few_outer_steps_for_the_default_momentum_are_said_once_before_train
     few = said(DiLoCoStrategy(lr=0.01, H=4), 36)
     assert few == (
         "exogym: DiLoCoStrategy takes 9 outer steps in 36 steps, too few for the default outer_lr=0.7 and "
-        "outer_momentum=0.9: momentum needs about 10. In a short run, as in fine-tuning, give outer_lr=1.0, "
-        "outer_momentum=0.0, or take 10 outer steps with H=3\n"
+        "outer_momentum=0.9: momentum needs about 10. In a short run, as in fine-tuning, pass outer_lr=1.0, "
+        "outer_momentum=0.0, or use H=3 for 10 outer steps\n"
     )
     assert not said(DiLoCoStrategy(lr=0.01, H=4), 36)  # of the same length, as the seeds of a comparison
     assert not said(DiLoCoStrategy(lr=0.01, H=3), 30)  # as the line says

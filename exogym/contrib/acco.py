@@ -155,10 +155,10 @@ class ACCOStrategy(CommunicateOptimizeStrategy):
     equation = (
         "g_i at theta~, theta <- Opt(theta, mean_i (g_i + h_i) / 2); h_i at theta, theta~ <- Opt(theta, mean_i g_i)"
     )
-    needs = "all nodes at every step; the all-reduce has the time of a step"
+    needs = "all nodes, every step; an all-reduce may take a step"
     identities = (
-        "N nodes with batch B = one node with batch N B",
-        "gradients that do not change: 2 T + 1 steps = T steps of ddp",
+        "N nodes, batch B = one node, batch N B",
+        "constant gradients: 2 T + 1 steps = T steps of ddp",
     )
 
     def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):

@@ -106,8 +106,8 @@ class CHOCOStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("gamma=0.02..1.0",)
     equation = "q_i = C(theta_i - x_i); x_i <- x_i + q_i; theta_i <- theta_i + gamma sum_j W_ij (x_j - x_i)"
-    needs = "each node its neighbors (two on a ring) every H steps, with few bytes"
-    identities = ("gamma=1, density=1 = gossip", "N=1 = the inner optimizer", "the mean over the nodes is kept")
+    needs = "neighbors (two on a ring), every H steps; few bytes"
+    identities = ("gamma=1, density=1 = gossip", "N=1 = inner optimizer", "keeps the nodes' mean")
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
     name, title, paper, payload = "decoupled_diloco", "Decoupled DiLoCo", "arXiv:2604.21428", "P b / H"
     tried = ()
     ranges = ("outer_lr=0.1..1.0", "outer_momentum=0.0..0.95")
-    equation = "g = mean of the Delta of Q or more, weighted by tokens^2/steps; m <- beta m + g; a step along it"
+    equation = "g = mean of Q or more Deltas, weighted by tokens^2/steps; m <- beta m + g; a step along m"
     needs = "a server and Q nodes at a time"
     identities = ("Q=N = diloco", "Q=1, grace 0 = async_diloco:rule=nesterov, K=1")
 

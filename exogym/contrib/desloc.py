@@ -142,8 +142,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ()
     payload = "P b / H + 2 P b / (3 H)"
-    equation = "theta_i, u_i, v_i <- their means, every H, H_u and H_v steps; u, v the moments of Adam"
-    needs = "all nodes every H steps, and less often for the moments"
+    equation = "theta_i, u_i, v_i <- their means every H, H_u and H_v steps; u, v: Adam's moments"
+    needs = "all nodes, every H steps; moments less often"
     identities = ("H_u, H_v over all steps = fedavg", "H=H_u=1, SGD with momentum = ddp", "equal data = one node")
 
     def __init__(

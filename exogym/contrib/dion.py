@@ -202,9 +202,9 @@ class DionStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "dion", "Dion", "arXiv:2504.05295", "2 rank_fraction P b"
     tried = ()
     equation = "P <- orth(mean_i M_i Q); R <- mean_i M_i^T P; M_i <- M_i - (1 - mu) P R^T; W <- W - gamma_W s P Q^T"
-    needs = "all nodes twice at every step, with r (m + n) of m n elements"
+    needs = "all nodes, twice every step; r (m + n) of m n elements"
     identities = (
-        "N nodes with batch B = one node with batch N B",
+        "N nodes, batch B = one node, batch N B",
         "sum_t mean_i G_i = mean_i M_i + (1 - mu) sum_t P R^T",
         "rank_fraction=1, constant gradient: P Q^T -> U V^T",
     )

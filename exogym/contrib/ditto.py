@@ -126,9 +126,9 @@ class DittoStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("lam=0.01..2.0",)
     equation = "v_i <- v_i - eta (grad F_i(v_i) + lambda (v_i - theta)); theta as in fedavg"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     not_taken: ClassVar = NO_PRIVACY | {
-        "personal": "each client has a whole personal model: take fedavg, fedprox or fedopt for personal parameters",
+        "personal": "each client has a whole personal model: use fedavg, fedprox or fedopt for personal parameters",
     }
     identities = ("lam=0: v_i = client i alone", "theta does not depend on lam")
 

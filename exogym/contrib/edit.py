@@ -198,7 +198,7 @@ class EDiTStrategy(CommunicateOptimizeStrategy):
     equation = (
         "by layer: Delta = sum_i w_i (theta - theta_i), w_i ~ exp(-G_i / T); theta <- OuterOpt(theta, clip(Delta))"
     )
-    needs = "all nodes every H steps"
+    needs = "all nodes, every H steps"
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95", "temperature=0.1..10.0")
     identities = ("no rejection, weights and clipping = diloco", "equal data = one node")
 

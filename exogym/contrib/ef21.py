@@ -95,7 +95,7 @@ class EF21Strategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ()
     equation = "c_i = C(G_i - g_i); g_i <- g_i + c_i; g = mean_i g_i; theta <- Opt(theta, clip(g))"
-    needs = "all nodes at every step; received bytes grow with N"
+    needs = "all nodes, every step"
     identities = ("density=1 = ddp", "constant gradients: g goes to their mean", "g = mean_i g_i")
 
     def __init__(

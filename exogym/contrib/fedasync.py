@@ -86,12 +86,12 @@ class FedAsyncStrategy(ClockedStrategy):
     name, title, paper, payload = "fedasync", "FedAsync", "arXiv:1903.03934", "P b / H"
     tried = ()
     ranges = ("alpha=0.1..1.0",)
-    equation = "theta <- (1 - alpha s) theta + alpha s theta_w as each comes; s falls with its staleness"
+    equation = "on arrival: theta <- (1 - alpha s) theta + alpha s theta_w; s falls with staleness"
     needs = "a server; no node waits"
     identities = (
-        "N=1, alpha=1 = the inner optimizer",
+        "N=1, alpha=1 = inner optimizer",
         "N=1 = async_diloco:rule=nesterov with eta=alpha, beta=0",
-        "hinge with a=0, or polynomial with a=0 = constant",
+        "hinge or polynomial with a=0 = constant",
     )
     grace_s = 0.0
     takes_parameters = True

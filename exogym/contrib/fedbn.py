@@ -54,8 +54,8 @@ class FedBNStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fedbn", "FedBN", "arXiv:2102.07623", "P_s b / H"
     tried = ()
     ranges = ()
-    equation = "theta <- mean_i theta_i; batch normalization's parameters and statistics stay with the client"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    equation = "theta <- mean_i theta_i; batch normalization stays with client i"
+    needs = "clients, every H steps"
     not_taken = NO_PRIVACY
     identities = ("no batch normalization = fedavg", "equal data = fedavg")
 

@@ -127,10 +127,10 @@ class FedDynStrategy(CommunicateOptimizeStrategy):
     tried = ('compute="vmap"',)
     ranges = ("alpha=1e-3..1.0",)
     equation = "g_i <- g_i - a_i + alpha (theta_i - theta) at every local step; theta <- mean_i theta_i - h"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     not_taken: ClassVar = {
         "personal": "a client's a_i and the server's h cover all parameters, also those that stay with the client: "
-        "take fedavg, fedprox or fedopt",
+        "use fedavg, fedprox or fedopt",
         "privacy": "the server's h and a client's a_i must come from the same changes, and clipping and noise would "
         "alter only the server's. Take fedavg, fedopt or fedprox",
         "weighting": "h is a plain sum over clients, so that at the minimum the clients' terms cancel: all clients "

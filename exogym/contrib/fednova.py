@@ -157,14 +157,13 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     tried = ('compute="vmap"',)
     ranges = ()
     equation = (
-        "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i: the sum of the weights of client i's "
-        "gradients, for plain SGD its steps"
+        "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i; a_i: sum of gradient weights (SGD: steps)"
     )
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     not_taken: ClassVar = {
-        "personal": "the change of all parameters is scaled, also of those that stay with the client: take fedavg, "
+        "personal": "the change of all parameters is scaled, also of those that stay with the client: use fedavg, "
         "fedprox or fedopt",
-        "privacy": "the clients' numbers of steps are averaged in the clear: take fedavg, fedopt or fedprox",
+        "privacy": "the clients' numbers of steps are averaged in the clear: use fedavg, fedopt or fedprox",
     }
     identities = ("equal numbers of steps = fedavg",)
     only_inner = ("sgd",)

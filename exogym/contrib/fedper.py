@@ -45,8 +45,8 @@ class FedPerStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fedper", "FedPer", "arXiv:1912.00818", "P_s b / H"
     tried = ()
     ranges = ()
-    equation = "theta <- sum_i n_i theta_i / sum_i n_i over the base layers; the last layers stay with the client"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    equation = "theta <- sum_i n_i theta_i / sum_i n_i; last layers stay with client i"
+    needs = "clients, every H steps"
     not_taken = NO_PRIVACY
     identities = ("personal=None = fedavg", "equal data = fedavg")
 

@@ -102,7 +102,7 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fedrep", "FedRep", "arXiv:2102.07078", "P_s b / H"
     tried = ()
     equation = "u_i <- H - s local steps on the head; phi_i <- s local steps on the body; phi as theta in fedavg"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     not_taken = NO_PRIVACY
     ranges = ()
     identities = ("s=H = fedavg of a model with a frozen head", "equal data = one node")
@@ -118,7 +118,7 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
         **options: Unpack[FederatedOptions],
     ):
         if personal is None:
-            raise ArgumentError("personal=None leaves no head to train: name the head, or take fedavg")
+            raise ArgumentError("personal=None leaves no head to train: name the head, or use fedavg")
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(H, weighting=weighting, personal=personal, **clients)
         steps = max(average.interval_steps // 5, 1) if body_steps is None else body_steps

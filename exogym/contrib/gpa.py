@@ -103,7 +103,7 @@ class GPAStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("mu_x=0.98..0.999", "mu_y=0.5..0.95")
     equation = "g at y as ddp; z <- Opt(z, g); x <- mu_x x + (1 - mu_x) z; y <- mu_y x + (1 - mu_y) z"
-    needs = "all nodes at every step, and a fast network"
+    needs = "all nodes, every step; a fast network"
     identities = ("mu_x=0 = ddp", "SGD(lr), mu_x=mu_y=mu: y = ddp with Nesterov SGD((1-mu) lr, mu)")
 
     def __init__(

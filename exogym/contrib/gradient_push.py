@@ -140,12 +140,12 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ()
     equation = "x_i <- sum_j P_ij x_j; w_i <- sum_j P_ij w_j; z_i <- x_i / w_i, which is trained"
-    needs = "each node sends to one node and waits for one, every H steps"
+    needs = "one receiver and one sender per node, every H steps"
     identities = (
         "complete graph, SGD = ddp",
         "N=2^k, exponential graph: the exact mean after k turns",
-        "the sums of x and w are kept",
-        "N=1 = the inner optimizer",
+        "keeps the sums of x and w",
+        "N=1 = inner optimizer",
     )
 
     def __init__(

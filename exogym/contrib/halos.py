@@ -233,10 +233,10 @@ class HALoSStrategy(ClockedStrategy):
     name, title, paper, payload = "halos", "HALoS", "arXiv:2506.04531", "P b / H + P b / (H accumulation)"
     tried = ()
     ranges = ("island_lr=0.05..0.5", "outer_lr=0.05..0.5", "merge=0.1..1.0")
-    equation = "theta_r by delayed Nesterov as Delta come; after K, Theta likewise; theta_r <- mix(theta_r, Theta)"
+    equation = "theta_r by delayed Nesterov on arrival; after K, Theta likewise; theta_r <- mix(theta_r, Theta)"
     needs = "a server per island and one above; no node waits"
     identities = (
-        "one island, K=1, outer_lr=1, outer_momentum=0 = async_diloco with K=d_l, eta=eta_l d_l",
+        "one island, K=1, outer_lr=1, outer_momentum=0 = async_diloco, K=d_l, eta=eta_l d_l",
         "merge=0: each island alone = async_diloco",
     )
     grace_s = 0.0

@@ -188,7 +188,7 @@ class OneBitAdamStrategy(CommunicateOptimizeStrategy):
     ranges = ("lr=3e-4..3e-2", "beta1=0.8..0.95")
     payload = "P b warmup + (N + 1) ceil(P / N) / 8 (1 - warmup)"
     equation = "t <= W: Adam as ddp; later m <- C(mean_i C(beta1 m + (1 - beta1) g_i + e_i) + s), and v stays"
-    needs = "all nodes at every step; after the warm-up a 32nd of DDP's bytes"
+    needs = "all nodes, every step; 1/32 of DDP's bytes after the warm-up"
     identities = (
         "warmup=1 = ddp with Adam without bias correction",
         "N=1 = this Adam, with v frozen after W",

@@ -151,7 +151,7 @@ class PierStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("outer_lr=0.3..1.5", "outer_momentum=0.0..0.95")
     equation = "t <= W: as ddp, v <- mu v + theta - theta_i; later as diloco with mu_t and eta_t"
-    needs = "all nodes at every step up to W, then every H steps"
+    needs = "all nodes, every step up to W, then every H steps"
     identities = ("warmup=0, decay=False = diloco", "warmup=1 = ddp")
 
     def __init__(

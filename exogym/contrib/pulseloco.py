@@ -143,9 +143,7 @@ class PULSELoCoStrategy(CommunicateOptimizeStrategy):
         "s_i = e_i + theta - theta_i; M_i = [bf16(theta) != bf16(theta - s_i)]; e_i <- (1 - M_i) s_i; "
         "theta <- OuterOpt(theta, mean_i M_i s_i)"
     )
-    needs = (
-        f"all nodes every H steps; {VISIBLE} stands for the share of changed entries, which the learning rate decides"
-    )
+    needs = f"all nodes, every H steps; {VISIBLE} is an assumed share of changed entries, which depends on lr"
     identities = ("cast=None = diloco", "sent + kept = the sum of differences", "equal data = one node")
 
     def __init__(

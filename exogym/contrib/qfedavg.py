@@ -133,12 +133,12 @@ class QFedAvgStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "qfedavg", "q-FedAvg", "arXiv:1905.10497", "(P b + 8) / H"
     tried = ()
-    equation = "theta <- theta - sum_i F_i^q L (theta - theta_i) / sum_i h_i, F_i: client i's loss at theta"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    equation = "theta <- theta - sum_i F_i^q L (theta - theta_i) / sum_i h_i; F_i: loss at theta"
+    needs = "clients, every H steps"
     ranges = ("q=0.001..5.0",)
     not_taken: ClassVar = {
-        "personal": "the server's step depends on the change of all parameters: take fedavg, fedprox or fedopt",
-        "privacy": "clients send their losses in the clear: take fedavg, fedopt or fedprox",
+        "personal": "the server's step depends on the change of all parameters: use fedavg, fedprox or fedopt",
+        "privacy": "clients send their losses in the clear: use fedavg, fedopt or fedprox",
         "weighting": "the paper's clients have equal weights, and their losses change the weights",
     }
     identities = (

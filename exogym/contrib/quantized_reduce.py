@@ -121,9 +121,9 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ()
     payload = "(N + 1) (ceil(ceil(P / N) bits / 8) + 4 ceil(ceil(P / N) / bucket))"
-    equation = "g = Q(mean_i Q(g_i)), within half a step of its scale each; theta <- Opt(theta, clip(g))"
-    needs = "all nodes at every step; at 8 bits a quarter of DDP's bytes"
-    identities = ("within two halves of a scale of ddp", "numbers on the grid: = ddp")
+    equation = "g = Q(mean_i Q(g_i)), each Q within half its scale; theta <- Opt(theta, clip(g))"
+    needs = "all nodes, every step; 1/4 of DDP's bytes at 8 bits"
+    identities = ("= ddp up to half of each Q's scale", "numbers on the grid: = ddp")
 
     def __init__(
         self,

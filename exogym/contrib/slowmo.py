@@ -119,7 +119,7 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("slow_lr=0.5..1.5", "slow_momentum=0.0..0.95")
     equation = "u <- beta u + (theta - mean_i theta_i) / gamma; theta <- theta - alpha gamma u; theta_i <- theta"
-    needs = "all nodes every H steps"
+    needs = "all nodes, every H steps"
     identities = ("beta=0, alpha=1 = fedavg", "constant gamma = diloco with heavy ball, eta=alpha, mu=beta")
 
     def __init__(

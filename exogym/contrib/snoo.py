@@ -89,7 +89,7 @@ class SNOOStrategy(CommunicateOptimizeStrategy):
     tried = ()
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
     equation = "as ddp; every H steps s <- w - theta; b <- mu b + s; w <- w - eta (mu b + s); theta <- w"
-    needs = "all nodes at every step, and a fast network"
+    needs = "all nodes, every step; a fast network"
     identities = ("outer SGD(lr=1) = ddp", "N=1 = diloco")
 
     def __init__(

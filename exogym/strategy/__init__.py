@@ -1,14 +1,16 @@
 """Strategies: each algorithm is one short file that reads like its paper.
 
-Import every strategy from here, the methods of `exogym.contrib` too. You can look up a class that has a `name` by its
-class name or by this `name`. A file is loaded when one of its classes is used.
+Import every strategy from here, including the methods of `exogym.contrib`, by its class name or its `name`. Python
+loads a strategy's file when you first use its class.
 
-Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
-change the parameters at steps they choose. Every module receives a `Run` with the run's seed, nodes and steps.
+To build your own strategy, combine modules: a `GradientModule` changes the gradients at every step, and a
+`CommunicationModule` changes the parameters at the steps that it chooses. Every module receives a `Run` with the run's
+seed, nodes and steps.
 
-Notation in this package: N nodes, P parameters, b bytes per element (4 in fp32). theta_i are the parameters of node i,
-g_i its gradient, theta the shared (outer) parameters. A node takes H local steps from one synchronization to the next.
-A payload is the bytes that a node hands to a collective; tx and rx are the bytes that the node sends and receives.
+Notation in this package: N nodes train a model of P parameters of b bytes each (4 in fp32). Node i has the parameters
+theta_i and the gradient g_i; theta are the shared (outer) parameters. H is the number of local steps between two
+synchronizations. The payload is the bytes that a node hands to a collective; tx and rx are the bytes that it sends and
+receives.
 
 >>> class Halved(GradientModule):
 ...     def transform(self, fleet, step, lr):

@@ -1,11 +1,11 @@
-"""Asynchronous DiLoCo with dynamic local updates; its server has delayed Nesterov and three other rules.
+"""Asynchronous DiLoCo with dynamic local updates, and four rules by which its server applies the nodes' updates.
 
 Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135. No node waits for another. Node w
 
     pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again.
 
-A server applies each Delta on arrival, by one of the rules below. eta is the outer learning rate, beta the outer
-momentum, K the period (the number of nodes N by default), and t the number of arrivals so far. The momentum m and the
+A server applies each Delta on arrival by one of the rules below, where eta is the outer learning rate, beta the outer
+momentum, K the period (by default the number of nodes N), and t the number of arrivals so far. The momentum m and the
 buffer A start at 0.
 
     delayed_nesterov   A <- A + Delta
@@ -15,9 +15,9 @@ buffer A start at 0.
     discount           as nesterov, with g = (1+s)^(-1/2) Delta/K               s: updates of theta since w pulled theta
     fedbuff            A <- A + Delta;  at every K-th arrival: as nesterov, with g = A/K; A <- 0      (arXiv:2106.06639)
 
-Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
-rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N and all nodes pulled the same
-theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
+Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo and eta means the same in every
+rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N and all nodes pulled the same theta,
+`delayed_nesterov` and `fedbuff` equal DiLoCo.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class RuleServer(ParameterServer):
-    """Asynchronous DiLoCo's server, which holds the outer parameters theta and applies each node's Delta on arrival.
+    """The server of asynchronous DiLoCo, which applies each node's Delta to the outer parameters theta on arrival.
 
-    A node's Delta is the theta that it pulled, minus its parameters after its round.
+    Delta is the theta that the node pulled minus the node's parameters after its round.
 
     Args:
         theta: the initial outer parameters, (P,) per block; the server copies them.
@@ -46,7 +46,7 @@ class RuleServer(ParameterServer):
         eta, beta: outer learning rate and outer momentum.
 
     Attributes:
-        theta, m, A: outer parameters, momentum, and the sum of the Delta that wait, (P,) per block.
+        theta, m, A: outer parameters, momentum, and the sum of the Deltas not yet applied, (P,) per block.
         t: number of arrivals so far.
         version: number of updates of theta.
 
@@ -74,7 +74,7 @@ class RuleServer(ParameterServer):
         self.version += any(changes)
 
     def flush(self) -> None:
-        """Update theta with the Delta that still wait under the rule "fedbuff", each with the weight 1 / period."""
+        """Update theta with the Deltas that "fedbuff" has not applied yet, each with the weight 1 / period."""
         waiting = self.t % self.K if self.rule is _fedbuff else 0
         for b, A in enumerate(self.A if waiting else []):
             self.outer_step(b, A.div_(self.K))
@@ -83,7 +83,7 @@ class RuleServer(ParameterServer):
 
     @property
     def completes_period(self) -> bool:
-        """Whether the Delta that is arriving now completes a period of K arrivals."""
+        """Whether the current Delta completes a period of K arrivals."""
         return (self.t + 1) % self.K == 0
 
     def outer_step(self, b: int, g: Tensor) -> None:
@@ -133,43 +133,42 @@ BUFFERED = ("delayed_nesterov", "fedbuff")
 
 
 class AsyncDiLoCoStrategy(ClockedStrategy):
-    """Async DiLoCo: each node trains at its own pace, and a server applies each node's Delta on arrival.
+    """Asynchronous DiLoCo: each node trains at its own pace, and a server applies each node's Delta on arrival.
+
+    Use it when nodes differ in speed and none may wait for another.
 
         A <- A + Delta;   every K-th arrival: m <- beta m + A/K and a step of theta along m;   A <- 0
 
-    Delta is the outer parameters theta that a node pulled, minus its parameters after its round. A is the sum of the
-    arrived Delta, m the momentum, beta the momentum's decay and K the period.
+    Delta is the outer parameters theta that a node pulled minus its parameters after its round, A the sum of the Deltas
+    since the last period, m the momentum, beta its decay and K the period. Evaluation uses theta.
 
-    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes. Over T_w local steps node w has
-    T_w / H_w rounds, each with the payload P b. Memory: each node needs one more row, for the theta that it pulled. The
-    evaluation model is theta.
+    Bytes: P b up and P b down per round of a node, for P parameters of b bytes; in T_w local steps, node w takes T_w /
+    H_w rounds. Memory: one more row per node, for the theta that it pulled.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
-        H: inner steps of a node's round, or with `dylu` of the fastest node's round.
+        inner_optim: inner optimizer. Each node keeps its optimizer state between rounds.
+        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
         outer_lr, outer_momentum: eta and beta of the outer step.
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see `exogym.strategy.async_diloco`.
-        dylu: dynamic local updates. Node w takes H_w = max(1, floor(v_w / max v * H)) steps in a round, where v_w is
-            its mean number of steps per second. So all nodes return at about the same time.
-        grace_s: virtual seconds that the server waits for more nodes after an arrival. Then the server applies all
-            arrived Delta one after the other, and the nodes pull the same theta. With 0 the server does not wait. With
-            math.inf the server waits for all nodes.
-        period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means the number of
-            nodes.
-        max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
-            pull and its push. If None, the server drops no Delta.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step, so the schedule ends at the same time for fast and slow nodes.
+        dylu: dynamic local updates. A round of node w has H_w = max(1, floor(v_w / max v * H)) steps, where v_w is the
+            node's mean number of steps per second, so that all nodes return at about the same time.
+        grace_s: virtual seconds for which the server waits for more nodes after an arrival, before it applies all
+            arrived Deltas in turn and these nodes pull the same theta. 0 means no wait, math.inf a wait for all nodes.
+        period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means N.
+        max_staleness: the server drops a Delta if theta was updated more often than this between the node's pull and
+            its push. None means that the server drops none.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The learning-rate schedule follows the
+            fleet's step, so it ends at the same time for fast and slow nodes.
 
-    One step of the fleet is N local steps, whichever nodes take them. Every node draws examples from its own share of
-    the data, so a fast node goes through its share faster.
+    A step of the fleet is N local steps, whichever nodes take them. Every node draws examples from its own share of the
+    data, so a fast node finishes its share sooner.
 
-    At the end of training each node pushes the steps since its last push (`final_sync`). Each node that pushes then
-    also pulls once more, so as many bytes go up as down. If fewer than K Delta then wait with rule="fedbuff", the
-    server takes a step along A/K. These last rounds are shorter than H steps. If such a round completes a period, the
-    server still takes the whole step along the momentum, so the loss may jump. Nodes also send buffers that training
-    changes. If n of N nodes pull together, the server's buffers move n/N of the way toward the mean of these nodes'
-    buffers. Planned faults (`fit(faults=...)`) and compute="vmap" are refused.
+    At the end of training each node pushes the steps since its last push and pulls once more (`final_sync`), so as many
+    bytes go up as down. With rule="fedbuff", the server then takes a step along A/K, even if fewer than K Deltas have
+    arrived. These last rounds are shorter than H steps, but a round that completes a period still causes a whole step
+    along the momentum, so the loss may jump. Nodes also send buffers that training changes: if n of N nodes pull
+    together, the server's buffers move n/N of the way toward the mean of these nodes' buffers. Planned faults
+    (`fit(faults=...)`) and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)
@@ -177,7 +176,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
 
     name, title, paper, payload = "async_diloco", "Async DiLoCo", "arXiv:2401.09135", "P b / H"
     ranges = ("outer_lr=0.1..1.0", "outer_momentum=0.0..0.95")
-    equation = "A <- A + Delta_i as each comes; every K-th: m <- beta m + A/K and a step along it"
+    equation = "A <- A + Delta_i on arrival; every K-th: m <- beta m + A/K and a step along m"
     needs = "a server; no node waits"
     identities = ("equal speeds, K=N, infinite grace = diloco", "N=1 = diloco", "beta=0: theta - eta/K Delta")
 

@@ -1,16 +1,14 @@
-"""How a strategy takes averages: `Averaging`, the value of `averaging=` of DDP, DiLoCo and FedAvg's direct relatives.
+"""How strategies average: `Averaging`, the value of `averaging=` in DDP, DiLoCo, FedAvg and its direct relatives.
 
-`transport` chooses the algorithm of all-reduces. All algorithms give the same bits. With payload S and n members:
+`transport` chooses the algorithm of all-reduces; results are bitwise identical. For a payload S and n members:
 
     ring      each member sends and receives 2(n-1)/n S
-    tree      sums go up a binomial tree to the node with the lowest id, and the result goes down. Each member sends
-              and receives 2(n-1)/n S on average; the root ceil(log2 n) S, a leaf S
+    tree      sums go up a binomial tree to the node with the lowest id, and the result comes down. Each member sends
+              and receives 2(n-1)/n S on average, the root ceil(log2 n) S and a leaf S
     server    each member sends and receives S; the server sends and receives n S, and is not a member
 
-`exogym.network.costs` gives each algorithm's time on a network.
-
-`exogym.contrib` wraps strategies in other ways of averaging, which are subclasses of `Averaging`: robust rules
-(`Robust`) and secure aggregation (`Secure`).
+`exogym.network.costs` gives each algorithm's time on a network. `exogym.contrib` has wrappers that average differently,
+by subclasses of `Averaging`: robust rules (`Robust`) and secure aggregation (`Secure`).
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ from exogym.strategy.updates import Updates
 
 @dataclass(frozen=True)
 class Averaging:
-    """How a strategy takes averages.
+    """How a strategy averages: the transport, differential privacy, and personal parameters.
 
     Args:
         transport: "ring", "tree" or "server". None means the strategy's own choice.
-        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent.
+        privacy: a `DifferentialPrivacy`. The history then records the `epsilon` spent.
         personal: the parameters and buffers that stay with each client, which sends only the others: a pattern of names
             such as "head.*", a list of patterns, or the number of the model's last layers.
 
     Raises:
-        ArgumentError: the transport is unknown, or a value is of the wrong kind.
+        ArgumentError: the transport is unknown, or a value has the wrong type.
 
-    A strategy takes some of these options, and refuses the others. A subclass is another way of averaging.
+    Each strategy accepts some of these options and refuses the others. A subclass is another way of averaging.
 
     Attributes:
         takes_weights: whether means may weight nodes differently.
-        sums_buckets: whether gradients may be summed bucket by bucket while others are still computed.
+        sums_buckets: whether gradients may be summed bucket by bucket during the backward pass.
 
     >>> from exogym.strategy import DiLoCoStrategy, FedAvgStrategy
     >>> FedAvgStrategy(averaging=Averaging(personal="head.*"))
@@ -80,18 +78,18 @@ class Averaging:
         return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
 
     def features(self) -> dict[str, str]:
-        """Return the features of these averages: a dict from names in `exogym.core.refusals` to texts.
+        """Return a dict that maps the features of these averages (names in `exogym.core.refusals`) to texts.
 
-        `privacy` and `personal` are features of the strategy's module.
+        The strategy's module reports `privacy` and `personal` itself.
         """
         sums = self.transport in ("ring", "tree")
         return {'transport="ring" or "tree"': f"transport={self.transport!r}"} if sums else {}
 
     def check_members(self, name: str, traffic: list[Traffic], N: int) -> None:
-        """Raise ArgumentError if strategy `name`, whose collectives are `traffic`, averages over too few of N nodes."""
+        """Raise ArgumentError if strategy `name` with the collectives `traffic` averages over too few of N nodes."""
 
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
-        """Return the collectives that N nodes use instead of `given` under these options, at b bytes per element."""
+        """Return the collectives that replace `given` under these options, for N nodes and b bytes per element."""
         return [replace(t, algorithm=self.transport or t.algorithm) if t.kind == "all_reduce" else t for t in given]
 
     def updates(self, faults: Faults | None, on_parameters: bool) -> Updates | None:
@@ -104,9 +102,9 @@ class Averaging:
         return None if faults is None else Updates(faults, on_parameters)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Make the communicator `comm` average by these options.
+        """Apply these options to the communicator `comm`.
 
-        `weighs` says whether means have weights, and `seed` is the run's seed.
+        `weighs` is True if means have weights; `seed` is the run's seed.
         """
         comm.transport = self.transport
 
@@ -126,7 +124,7 @@ FLAT = {name: f"give averaging=Averaging({name}=...)" for name in ("transport", 
 
 
 def spread(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a strategy's given arguments, and the options of its `Averaging` among them, as texts have them.
+    """Return a strategy's given arguments, with the options of its `Averaging` among them, as in a text.
 
     >>> spread({"H": 5, "averaging": Averaging(transport="tree")})
     {'H': 5, 'transport': 'tree'}

@@ -1,4 +1,4 @@
-"""Capabilities: optional abilities of communication modules, as small base classes that a module inherits by name.
+"""Capabilities: optional abilities of communication modules, each a small base class that a module inherits.
 
 class Proximal(PeriodicModule, Corrects):
     def correct(self, row, parameters, grads): ...
@@ -19,63 +19,63 @@ from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.traffic import AskedRounds
 
-__getattr__ = functools.partial(absent, __name__)  # capabilities that were here
+__getattr__ = functools.partial(absent, __name__)  # capabilities that used to be here
 
 
 class Corrects(ABC):
-    """Capability to rewrite each node's own gradients at every local step, in a strategy without gradient modules."""
+    """Rewrites each node's own gradients at every local step, in a strategy without gradient modules."""
 
     @abstractmethod
     def correct(self, row: int, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> None:
-        """Rewrite the gradients `grads` of the node in `row`, in place. Called at every local step, before clipping.
+        """Rewrite the gradients `grads` of the node in `row`, in place, at every local step before clipping.
 
-        Strategies that change local steps override this method, for example to add a proximal term or a control
-        variate. This method may read the module's state of this row, but not of other rows. `parameters` are the node's
-        parameters in the fleet's order. `grads` has None for a parameter without a gradient. If this method puts None
-        into `grads`, the inner optimizer leaves that parameter and its optimizer state alone in this step.
+        Override it to add, for example, a proximal term or a control variate. It may read the module's state of this
+        row, but not of other rows. `parameters` are the node's parameters in the fleet's order. `grads` has None for a
+        parameter without a gradient; if the method writes None into `grads`, the inner optimizer skips this parameter
+        and its optimizer state in this step.
         """
 
 
 class SeesLosses(ABC):
-    """Capability to see each node's own training losses."""
+    """Sees each node's own training losses."""
 
     @abstractmethod
     def see_losses(self, fleet: Fleet, first: int, losses: Tensor) -> None:
-        """Receive the losses (rows, steps) of the steps after step `first`. Called before `communicate`.
+        """Receive the losses (rows, steps) of the steps after step `first`, before `communicate` is called.
 
-        The steps end at the next step at which any module acts, or earlier: for example, at an evaluation. A loss is
-        the mean over the node's local steps in one step of the run. It is NaN if the node took none. It may be infinite
-        with on_nonfinite="skip".
+        The last of these steps is the next one at which any module acts, or an earlier one, such as an evaluation's. A
+        loss is the mean over the node's local steps in one step of the run: NaN if the node took none, possibly
+        infinite with on_nonfinite="skip".
         """
 
 
 class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
-    """Capability to let some nodes rest during a round, or take fewer steps than others.
+    """Lets some nodes rest during a round or take fewer steps than others.
 
     Attributes:
-        asks_clients: whether a server asks some nodes to take part in a round, and these nodes may be unavailable.
+        asks_clients: whether a server asks some nodes, which may be unavailable, to take part in a round.
         asks_all_lengths: whether the module must know each node's number of examples before any node trains.
     """
 
     asks_clients = asks_all_lengths = False
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
-        """Return each node's number of inner steps, (N,), while the fleet goes from step `first` to step `last`.
+        """Return each node's number of inner steps from the fleet's step `first` to step `last`, (N,).
 
-        Return None if every node takes all these steps.
+        Return None if every node takes all of them.
         """
         return None
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Among the returning `nodes`, return those that receive parameters before step `step` (by default all)."""
+        """Return which of the returning `nodes` receive parameters before step `step` (by default all)."""
         return nodes
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
         """Return the clients whose reports count in the server's round that ends with `step`, and extra seconds.
 
-        The server waits these seconds after the slowest of the clients has computed. Then the server ends the round,
-        and no node begins the next round before that time on the virtual clock. Return None if the strategy has no such
-        server, or if no round ends with `step`.
+        The server ends the round these seconds after the slowest of the clients has computed, and no node begins the
+        next round earlier on the virtual clock. Return None if the strategy has no such server or no round ends with
+        `step`.
         """
         return None
 
@@ -86,14 +86,13 @@ class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
     def seats(self, num_nodes: int) -> int | None:
         """Return the largest number of nodes that act in a round, or None (default) if all nodes need a row.
 
-        A module may return a number if it gives a round's nodes their parameters when the round begins, and never reads
-        other nodes' rows. Then only the round's nodes have rows. At the round's end the next round's nodes have rows,
-        too.
+        A module may return a number if it gives a round's nodes their parameters when the round begins and never reads
+        other nodes' rows. Then only the round's nodes have rows, and at the round's end also the next round's nodes.
         """
         return None
 
     def seated(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the nodes of the round that begins after `step`, and the nodes of the round that ends with `step`.
+        """Return the nodes of the round that begins after `step` and of the round that ends with `step`.
 
         Called only if `seats` returns a number.
         """
@@ -108,7 +107,7 @@ CAPABILITIES = (Corrects, SeesLosses, ChoosesClients)
 
 
 def check_declared(module: type) -> None:
-    """Raise StrategyError if a module class has a retired name, or a capability's method without the capability."""
+    """Raise StrategyError if a module class has a retired name or a capability's method without the capability."""
     for name in vars(module):
         if (instead := RETIRED.get(f"module.{name}")) is not None:
             raise StrategyError(f"{module.__name__} has {name}, which is retired: {instead}")
@@ -121,7 +120,7 @@ def check_declared(module: type) -> None:
 
 
 class Clients(ChoosesClients):
-    """Combines all modules of a strategy that choose clients into a single `ChoosesClients`.
+    """Combines all of a strategy's modules that choose clients into one `ChoosesClients`.
 
     Args:
         modules: the strategy's communication modules.
@@ -150,9 +149,7 @@ class Clients(ChoosesClients):
     def rounds_among(self, N: int) -> AskedRounds | None:
         found = [one for module in self.modules if (one := module.rounds_among(N)) is not None]
         if len(found) > 1:
-            raise ArgumentError(
-                "two modules choose their own clients, and no formula is known for the combination: give a Plan"
-            )
+            raise ArgumentError("two modules choose clients, and no formula covers both: pass a Plan")
         return found[0] if found else None
 
     def seats(self, num_nodes: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Base class of strategies whose nodes train at their own pace, and the interface of these strategies' servers."""
+"""The base class of strategies whose nodes train at their own pace, and the interface of their servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from exogym.strategy.traffic import Plan, Traffic
 
 
 class ParameterServer:
-    """A server that holds the outer parameters theta and updates them with the nodes' Delta.
+    """A server that holds the outer parameters theta and updates them with the nodes' Deltas.
 
-    A node's Delta is the parameters that it pulled, minus its parameters after its round.
+    A node's Delta is the parameters that it pulled minus its parameters after its round.
 
     Args:
         theta: the initial outer parameters, (P,) per block; the server copies them.
@@ -27,7 +27,8 @@ class ParameterServer:
     Attributes:
         theta: the outer parameters, (P,) per block.
         version: number of updates of theta.
-        kept, counted: names of the attributes that checkpoints save: tensors per block, and numbers.
+        kept, counted: names of the attributes that checkpoints save: tensors per block (`kept`) and numbers
+            (`counted`).
     """
 
     kept: tuple[str, ...] = ("theta",)
@@ -37,7 +38,7 @@ class ParameterServer:
         self.theta, self.version = [x.clone() for x in theta], 0
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
-        """Receive a node's Delta and apply it to theta, or let it wait at the server.
+        """Apply a node's Delta to theta, or keep it for a later update.
 
         Args:
             delta: the Delta, (P,) per block; this method may overwrite it.
@@ -48,14 +49,14 @@ class ParameterServer:
         raise NotImplementedError
 
     def given(self) -> list[Tensor]:
-        """Return the parameters that nodes pull, (P,) per block: theta, or parameters ahead of theta."""
+        """Return the parameters that nodes pull, (P,) per block: theta, or a look-ahead of theta."""
         return self.theta
 
     def release(self) -> None:
-        """Update theta with all Delta that wait at the server. Called before nodes pull theta."""
+        """Update theta with all Deltas kept so far, before nodes pull theta."""
 
     def flush(self) -> None:
-        """Update theta with all Delta that still wait at the server. Called at the end of training."""
+        """Update theta with all Deltas that remain at the end of training."""
         self.release()
 
     def state(self) -> dict[str, Tensor]:
@@ -72,18 +73,18 @@ class ParameterServer:
 
 
 class ClockedStrategy(Strategy):
-    """Base class of strategies with a server, in which each node trains at its own pace on a virtual clock.
+    """Base class of strategies with a server whose nodes train at their own pace on a virtual clock.
 
-    A node pulls parameters from the server, trains, and pushes Delta, the pulled parameters minus the node's own.
+    A node pulls parameters from the server, trains, and pushes Delta: the pulled parameters minus its own.
 
     Attributes:
-        H: local steps of a node's round, or with `dylu` of the fastest node's round.
-        grace_s: virtual seconds that the server waits for more nodes once enough nodes have arrived.
-        max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
-            pull and its push. If None, the server drops no Delta.
-        takes_parameters: whether the server gets theta minus the node's parameters, instead of Delta.
-        island_size: the number of consecutive nodes in an island. Each island has its own server, below a global server
-            (`relays`). The last island may be smaller. None means that one server serves all nodes.
+        H: local steps of a node's round; with `dylu`, of the fastest node's round.
+        grace_s: virtual seconds for which the server waits for more nodes once enough have arrived.
+        max_staleness: the server drops a Delta if theta was updated more often than this between the node's pull and
+            its push. None means that the server drops none.
+        takes_parameters: whether the server receives theta minus the node's parameters instead of Delta.
+        island_size: the number of consecutive nodes in an island (the last may be smaller). Each island has its own
+            server below a global server (`relays`). None means one server for all nodes.
     """
 
     driven_by = "clock"
@@ -95,18 +96,18 @@ class ClockedStrategy(Strategy):
     island_size: int | None = None
 
     def server(self, fleet: Fleet) -> ParameterServer:
-        """Return a new server whose theta is the fleet's initial parameters; with islands, a server of one island."""
+        """Return a new server whose theta is the fleet's initial parameters; with islands, one island's server."""
         raise NotImplementedError
 
     def global_server(self, fleet: Fleet) -> ParameterServer:
-        """Return a new server above the islands' servers. Its theta is the fleet's initial parameters."""
+        """Return a new server above the islands' servers, whose theta is the fleet's initial parameters."""
         raise NotImplementedError
 
     def relays(self, islands: list[list[int]], servers: list[Any], fleet: Fleet, order: Any) -> Any:
-        """Return what carries messages between the islands' servers and the global server, its attribute `top`.
+        """Return the object that carries messages between the islands' servers and the global server, its `top`.
 
-        It has the methods `begin`, `arrive`, `settle`, `finish`, `state` and `load_state` of `Relays` in
-        `exogym.contrib.halos`.
+        The object has the methods `begin`, `arrive`, `settle`, `finish`, `state` and `load_state` of
+        `exogym.contrib.halos.Relays`.
 
         Args:
             islands: each island's nodes.
@@ -116,14 +117,13 @@ class ClockedStrategy(Strategy):
         raise NotImplementedError
 
     def quorum_of(self, num_nodes: int) -> int:
-        """Return how many of `num_nodes` nodes must have arrived at the server before any of them pulls theta."""
+        """Return how many of `num_nodes` nodes must have reached the server before any of them pulls theta."""
         return 1
 
     def local_steps(self, seconds: np.ndarray) -> np.ndarray:
         """Return the local steps H_w of each node's round, (N,), from the nodes' mean `seconds` per step, (N,).
 
-        With `dylu`, H_w = max(1, floor(v_w / max v * H)) with v_w = 1 / `seconds[w]`. Without `dylu`, H_w is the
-        strategy's H.
+        With `dylu`, H_w = max(1, floor(v_w / max v * H)) for v_w = 1 / `seconds[w]`; otherwise H_w = H.
 
         >>> from exogym.strategy import AsyncDiLoCoStrategy
         >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
@@ -150,7 +150,7 @@ class ClockedStrategy(Strategy):
 
 
 def check_numbers(*given: tuple[str, Any, float]) -> None:
-    """Raise ArgumentError if a value in the given (name, value, most) is not a number from 0 to `most`."""
+    """Raise ArgumentError unless the value in each (name, value, most) is a number from 0 to `most`."""
     for name, value, most in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             limit = "" if math.isinf(most) else f" to {most:g}"
@@ -158,9 +158,9 @@ def check_numbers(*given: tuple[str, Any, float]) -> None:
 
 
 def check_rounds(H: Any, name: str) -> None:
-    """Raise ArgumentError if H is not a whole number of at least 1, for the strategy `name`.
+    """Raise ArgumentError unless the H of the strategy `name` is a whole number of at least 1.
 
-    H cannot be a function, because each node has its own rounds.
+    H cannot be a function because each node has its own rounds.
     """
     if callable(H):
         refuse({"its own clock": name, "H as a function": f"H={H!r}"})

@@ -1,11 +1,11 @@
-"""Collectives for a strategy written for one node, like the collectives of `torch.distributed`.
+"""Collectives for a strategy written for one node, with the interface of `torch.distributed`.
 
-Each collective waits until all present nodes make the same call; `send`, `recv` and `exchange` wait for one other node.
-`all_reduce` and `broadcast` change the tensor in place, as in torch, and return it. Call collectives only inside
-`Strategy.step` and `Strategy._init_node`. Bytes are counted as `exogym.communicator` describes.
+A collective returns when all present nodes have made the same call; `send`, `recv` and `exchange` wait for one other
+node. As in torch, `all_reduce` and `broadcast` change the tensor in place; they also return it. Call collectives only
+inside `Strategy.step` and `Strategy._init_node`. `exogym.communicator` describes how bytes are counted.
 
-This example calls all collectives in one step on three nodes. Each collective returns what `torch.distributed` would
-return on that rank:
+This example calls every collective in one step on three nodes. Each returns what `torch.distributed` would return on
+that rank:
 
 >>> from exogym import LocalTrainer
 >>> from exogym.strategy import Strategy
@@ -54,7 +54,7 @@ OPERATIONS = ("sum", "mean", "max", "min")
 
 
 class Place(Protocol):
-    """A running node, which takes part in a collective with the other nodes when `meet` is called."""
+    """A running node. `meet` lets it take part in a collective with the other nodes."""
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None: ...
 
@@ -63,7 +63,7 @@ _here = threading.local()
 
 
 def set_place(place: Place | None) -> None:
-    """Set the node for which this thread calls collectives. The code that runs the strategy's nodes calls this."""
+    """Set the node for which this thread calls collectives. Called by the code that runs the strategy's nodes."""
     _here.place = place
 
 
@@ -107,7 +107,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
-    """Reduce `tensor` over all present nodes, in place on node `dst`. The other nodes' tensors do not change."""
+    """Reduce `tensor` over all present nodes, in place on node `dst`; other nodes' tensors do not change."""
     _check_op(op)
     return _in_place("reduce", tensor, dst=dst, op=op)
 
@@ -118,49 +118,49 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
-    """On node `dst` return the tensors of all present nodes in rank order. On other nodes return None."""
+    """Return the tensors of all present nodes in rank order on node `dst`, and None on other nodes."""
     gathered: Any = _meet("gather", tensor, dst=dst)
     return None if gathered is None else list(gathered.unbind(0))
 
 
 def scatter(tensors: Tensor, src: int = 0) -> Tensor:
-    """Return this node's slice of the (n, ...) tensor of node `src`. The k-th of n present nodes gets slice k."""
+    """Return this node's slice of the (n, ...) tensor of node `src`: slice k for the k-th of n present nodes."""
     return _meet("scatter", tensors, src=src).clone()
 
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
-    """Reduce an (n, ...) tensor over the n present nodes, and return this node's slice. The k-th node gets slice k."""
+    """Reduce an (n, ...) tensor over the n present nodes, and return slice k to the k-th node."""
     _check_op(op)
     return _meet("reduce_scatter", tensors, op=op).clone()
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Send `tensor` to node `dst`, which must call `recv(src=...)` with this node's rank. Return after its arrival.
+    """Send `tensor` to node `dst`, which must call `recv(src=...)` with this node's rank; return on arrival.
 
-    This node sends `tensor.nbytes` bytes, and `dst` receives them; other nodes send nothing. If `dst` never calls
-    `recv`, or all nodes send before they receive, no node can continue, and a StrategyError is raised.
+    This node sends `tensor.nbytes` bytes, and `dst` receives them. A StrategyError is raised if no node can continue
+    because `dst` never calls `recv` or all nodes send before they receive.
     """
     _meet("send", tensor, dst=dst)
 
 
 def recv(src: int) -> Tensor:
-    """Return the tensor that node `src` sends to this node, whatever its shape."""
+    """Return the tensor, of any shape, that node `src` sends to this node."""
     return _meet("recv", None, src=src)
 
 
 def exchange(tensor: Tensor, partner: int) -> Tensor:
-    """Swap tensors of equal shape with node `partner`, and return the partner's tensor. Other nodes don't wait.
+    """Swap tensors of equal shape with node `partner` and return the partner's; other nodes don't wait.
 
-    The partner must call `exchange` with this node's rank. Each of the two nodes sends and receives `tensor.nbytes`
-    bytes. A node whose `partner` is itself sends nothing and gets a copy of `tensor`.
+    The partner must call `exchange` with this node's rank. Each of the two sends and receives `tensor.nbytes` bytes. A
+    node that names itself as `partner` sends nothing and gets a copy of `tensor`.
     """
     return _meet("exchange", tensor, partner=partner)
 
 
 def agree(flags: Tensor) -> Tensor:
-    """Return, for each of the bool `flags`, whether any node has set this flag. The bytes are not counted.
+    """Return for each of the bool `flags` whether any node has set it.
 
-    Torch's DDP does not count such bytes either.
+    The bytes are not counted, as in torch's DDP.
     """
     return _meet("agree", flags)
 

@@ -8,9 +8,8 @@ One step of every node, in order:
 
 A module uses only the fleet and its communicator. Every tensor is (rows, ...).
 
-With absent nodes (`exogym.faults`), ExoGym first sets `fleet.comm.present` to the ids of the present nodes. A
-module reads and writes only these nodes' rows. If no node is present, the modules do not communicate, and they do not
-catch up later.
+If nodes are absent (`exogym.faults`), `fleet.comm.present` holds the ids of the present nodes, and a module reads and
+writes only their rows. If no node is present, modules skip the communication and do not catch up later.
 
 >>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
 (True, True)
@@ -65,11 +64,11 @@ NEVER = 2**62  # a step after all others
 
 
 class Tuning(Protocol):
-    """What chooses H during a run: a seam that a wrapper of the strategy fills."""
+    """Chooses H during a run. A wrapper of the strategy implements it."""
 
     def features(self) -> dict[str, str]: ...
     def start(self, composition: Composition, run: Run) -> None:
-        """Prepare for a run, before training, and register its state with the fleet."""
+        """Prepare for a run before training, and register the tuner's state with the fleet."""
 
     def before_meeting(self, acting: Sequence[int]) -> None:
         """Called right before the communication modules with the numbers `acting` act."""
@@ -84,15 +83,15 @@ class CommunicateOptimizeStrategy(Strategy):
     The strategy's bytes are the sum of its modules' bytes.
 
     Args:
-        communication_modules: act on the parameters after the inner step, in this order.
+        communication_modules: modules that act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
-        gradient_modules: act on the gradients before the inner step, in this order.
+        gradient_modules: modules that act on the gradients before the inner step, in this order.
 
     Attributes:
-        averages: the options of `exogym.strategy.Averaging` that the class takes, in one argument `averaging`.
+        averages: the options of `exogym.strategy.Averaging` that the class accepts in its argument `averaging`.
 
-    With absent nodes, each module continues with the present nodes. A returning node takes parameters and buffers from
-    another node, which broadcasts P b bytes (`bring_back`).
+    If nodes are absent, each module continues with the present ones. A returning node receives parameters and buffers
+    from another node by a broadcast of P b bytes (`bring_back`).
 
     >>> from exogym.strategy import CommunicateOptimizeStrategy
     >>> from exogym.strategy.sparta import SparseCommunicator
@@ -125,7 +124,7 @@ class CommunicateOptimizeStrategy(Strategy):
             for module in given:
                 if not isinstance(module, kind):
                     raise ArgumentError(
-                        f"{module!r} is not a {kind.__name__}: subclass {kind.__name__}, or take a module of "
+                        f"{module!r} is not a {kind.__name__}: subclass {kind.__name__}, or pass a module of "
                         "exogym.strategy"
                     )
         self.communication_modules, self.gradient_modules = list(communication_modules), list(gradient_modules)
@@ -143,10 +142,11 @@ class CommunicateOptimizeStrategy(Strategy):
                 )
 
     def average_by(self, averaging: Averaging) -> None:
-        """Let this strategy take averages by `averaging`.
+        """Let this strategy average by `averaging`.
 
         Raises:
-            ArgumentError: the strategy does not take one of its options, or the modules cannot average that way.
+            ArgumentError: the strategy does not accept an option of `averaging`, or its modules cannot average that
+                way.
         """
         for name in averaging.given().keys() & FLAT.keys() - {*self.averages}:
             instead = self.not_taken.get(name, f"it takes {' and '.join(self.averages) or 'no averaging='}")
@@ -196,10 +196,10 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Bytes of a bucket of gradients whose all-reduce may begin during the backward pass.
+        """Bytes of a bucket of gradients, whose all-reduce may begin during the backward pass.
 
-        The first gradient module sets this number. Return None if gradients have no buckets, or if clipping, changed
-        updates or the way of averaging needs whole gradients first.
+        The first gradient module sets the number. It is None if gradients have no buckets, or if clipping, changed
+        updates or the way of averaging needs whole gradients.
         """
         first = self.gradient_modules[:1]
         one_by_one = self.updates is not None or not self.averaging.sums_buckets
@@ -216,9 +216,9 @@ class CommunicateOptimizeStrategy(Strategy):
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
-            raise ArgumentError("a tuner chooses H, but a formula needs one value: leave the tuner out")
+            raise ArgumentError("a tuner chooses H, but a formula needs a fixed H: leave the tuner out")
         if self.round_lengths(1):
-            raise ArgumentError("H is a function of the round, but a formula needs one number: give a number or a Plan")
+            raise ArgumentError("H is a function of the round, but a formula needs a fixed H: pass a number or a Plan")
         given = [t for module in self.modules for t in module.traffic(P, N, b)]
         self.averaging.check_members(type(self).__name__, given, N)
         traffic = tuple(self.averaging.traffic(given, N, b))
@@ -243,10 +243,10 @@ class CommunicateOptimizeStrategy(Strategy):
 
 
 class Composition:
-    """Runs the modules of a `CommunicateOptimizeStrategy` on a fleet, in one run.
+    """Runs the modules of a `CommunicateOptimizeStrategy` on a fleet.
 
     Raises:
-        ArgumentError: the modules do not fit together in this run.
+        ArgumentError: the modules cannot be combined in this run.
     """
 
     def __init__(self, strategy: CommunicateOptimizeStrategy, fleet: Fleet, run: Run):
@@ -286,7 +286,7 @@ class Composition:
         return any(module.next_event(step - 1) == step for module in self.communications)
 
     def transform_gradients(self, step: int, lr: float) -> None:
-        """Rewrite and clip the gradients of all rows before the inner step `step`."""
+        """Rewrite and clip the gradients of all rows before inner step number `step`."""
         fleet = self.fleet
         if not fleet.comm.present:
             return
@@ -303,12 +303,12 @@ class Composition:
             self._clip()
 
     def see_losses(self, first: int, losses: Tensor) -> None:
-        """Show the modules the rows' losses (rows, steps) of the steps after step `first`."""
+        """Pass the rows' losses (rows, steps) of the steps after step `first` to the modules."""
         for module in self.seeing:
             module.see_losses(self.fleet, first, losses)
 
     def communicate(self, step: int) -> bool:
-        """Run the communication modules that act after `step`. Return whether inner optimizers must start afresh."""
+        """Run the communication modules that act after `step`; return whether inner optimizers start afresh."""
         fleet = self.fleet
         if not fleet.comm.present and not self.clients.asks_clients:
             return False
@@ -326,7 +326,7 @@ class Composition:
 
     @contextlib.contextmanager
     def _around(self, acting: Sequence[int], step: int) -> Iterator[None]:
-        """Do the work before and after a meeting: changed updates, the tuner."""
+        """Apply changed updates and call the tuner, before and after modules communicate."""
         fleet, updates, tuning = self.fleet, self.updates if acting else None, self.tuning
         if updates is not None and self._send(acting, step):
             updates.before_parameters(fleet, step)
@@ -343,17 +343,17 @@ class Composition:
     ) -> bool:
         """Prepare `nodes`, which were absent at step `step - 1`, to take part in step `step`.
 
-        The nodes take the parameters `outer`, by default `consensus()`; without outer parameters, they take the
-        parameters of node `source`. They take the buffers of `source`, and each module repairs its own state of these
-        nodes. With `forget` the nodes also take the modules' state from `source`.
+        The nodes receive the parameters `outer` (by default `consensus()`), or the parameters of node `source` if there
+        are no outer parameters. They also receive the buffers of `source`, and with `forget` its modules' state. Each
+        module then repairs its own state of these nodes.
 
-        `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; the bytes of buffers are
-        counted apart.
+        `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; bytes of buffers are counted
+        separately.
 
         Returns:
-            Whether the caller must also give the nodes the inner optimizer state of `source` and the fleet's step. This
-            is needed with `forget`, or if gradients are averaged at every step, so that all nodes are equal again.
-            Otherwise the nodes keep their inner optimizer states and step counts.
+            Whether the caller must also give the nodes the inner optimizer state of `source` and the fleet's step,
+                because of `forget` or because gradients are averaged at every step and all nodes must be equal.
+                Otherwise the nodes keep their inner optimizer states and step counts.
         """
         fleet, joining = self.fleet, list(nodes)
         if not forget:
@@ -376,7 +376,7 @@ class Composition:
         return bool(self.gradients) or forget
 
     def finish(self, step: int) -> None:
-        """Let every communication module synchronize its last steps at the end of training."""
+        """Synchronize the last steps of every communication module at the end of training."""
         if not self.fleet.comm.present and not self.clients.asks_clients:
             return
         unsent = [m for m, last in enumerate(self.last_events) if last < step]
@@ -401,11 +401,11 @@ class Composition:
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the evaluation model's buffers by name, or None if these are the mean of the rows' buffers."""
+        """Return the evaluation model's buffers by name, or None if they are the mean of the rows' buffers."""
         return self.clients.consensus_buffers(self.fleet)
 
     def _given(self, module: Module, gradients: bool = False) -> contextlib.AbstractContextManager[Fleet | None]:
-        """Return the fleet on which a module acts; None if it has no work in this process of the node."""
+        """Return the fleet on which a module acts, or None if the module has no work in this process of the node."""
         if self.fleet.comm.wire.columns.parts == 1 or module.acts_on == "elements":
             return contextlib.nullcontext(self.fleet)
         if module.acts_on not in self._dealings:
@@ -429,7 +429,7 @@ class Composition:
 
 
 def _of_parts(module: Module) -> dict[str, str]:
-    """Return what forbids a module to run on a part of a row, if each node has several processes."""
+    """Return the features that keep a module from running on part of a row, if each node has several processes."""
     name, found = type(module).__name__, {}
     foreign = [kind for kind in type(module).__mro__ if not kind.__module__.startswith("exogym.")]
     said = "acts_on" in vars(module) or any("acts_on" in vars(kind) for kind in foreign)

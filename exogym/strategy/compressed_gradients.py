@@ -1,18 +1,18 @@
 """Data-parallel training with compressed gradients: nodes average compressed messages.
 
-Node i has the gradient g_i and the error e_i. C is a compressor and gamma the step's learning rate. Error feedback
+Node i has the gradient g_i and the error e_i; C is a compressor and gamma the step's learning rate. Error feedback
 (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847) computes
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-Without error feedback g = mean_i C(g_i). The inner optimizer steps with g. The messages of all steps t and the
-remaining error add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and e_i
-does not change.
+The inner optimizer steps along g. Without error feedback, g = mean_i C(g_i). With it, the messages of all steps t and
+the remaining error add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and
+e_i does not change.
 
-With absent nodes, only the n present nodes send and step. An absent node's error e_i does not change. A returning node
-starts with e_i = 0, because its error belongs to old parameters. A node that stayed broadcasts its parameters, buffers
-and inner optimizer state. The returning node takes these values and continues at the fleet's step. A node that loses a
-synchronization misses this step.
+If nodes are absent, only the n present ones send and step, and an absent node's e_i does not change. A returning node
+starts with e_i = 0, because its error belongs to old parameters. It receives parameters, buffers and inner optimizer
+state from a node that stayed, by a broadcast, and continues at the fleet's step. A node that loses a synchronization
+misses this step.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from exogym.strategy.traffic import Traffic
 
 
 class CompressedMean(GradientModule):
-    """Replace every node's gradient by the mean of all nodes' compressed messages, which an all-gather distributes.
+    """Replace every node's gradient by the mean of all nodes' compressed messages, exchanged by an all-gather.
 
     Args:
-        make: function from a block's layout to the compressor of its rows.
-        payload_bytes: function from (P, b) to the bytes of a node's payload, for `advise`.
-        error_feedback: each node adds to its next message what compression left out of the last one.
+        make: a function that returns the compressor for a block's layout.
+        payload_bytes: a function of (P, b) that returns the bytes of a node's payload, for `advise`.
+        error_feedback: whether each node adds the entries lost in compression to its next message.
 
-    State: with error feedback, each node's error, (rows, P). With error feedback each node's own gradient is clipped;
-    without error feedback the mean is clipped.
+    State: with error feedback, each node's error, (rows, P). Clipping acts on each node's own gradient with error
+    feedback, and otherwise on the mean.
     """
 
     weighted_means = right_in_mean = True
@@ -107,9 +107,9 @@ class CompressedMean(GradientModule):
 
 
 def size_of(compressor: Compressor, layout: Layout) -> float | None:
-    """Return the bytes of a message for one device's share of a node's row, or None if these are its tensors' bytes.
+    """Return the bytes of a message for one device's share of a node's row; None: the bytes of its tensors.
 
-    The number can be a fraction, because the codes of all devices are packed together.
+    The number may be a fraction, because the codes of all devices are packed together.
     """
     is_share = layout.whole is not None and isinstance(compressor, Quantized)
     return compressor.share_bytes if is_share else None  # type: ignore[attr-defined]
@@ -118,13 +118,13 @@ def size_of(compressor: Compressor, layout: Layout) -> float | None:
 def mark_sent(block: Block, mean: Tensor) -> None:
     """Record that each parameter with a nonzero entry in `mean`, (P,), has a gradient.
 
-    Error feedback may send a part of an old gradient for a parameter that has no gradient in this step.
+    With error feedback, a parameter without a gradient in this step may receive part of an old one.
     """
     if not block.has_grad.all():
         block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
 
 
 def own_gradients(fleet: Fleet, block: Block) -> Tensor:
-    """Return the gradients in `block`, (rows, P), with zeros for absent nodes, which have not computed gradients."""
+    """Return the gradients in `block`, (rows, P), with zeros for absent nodes."""
     assert block.grads is not None
     return where_present(fleet, block.grads, torch.zeros_like(block.grads))

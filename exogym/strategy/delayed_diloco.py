@@ -1,14 +1,12 @@
 """Delayed DiLoCo: DiLoCo with averages that arrive d steps late.
 
-A round has H steps, and 0 < d <= H. Nodes send round r's average after step r H, and the average arrives after step r H
-+ d. Then the outer step sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in
-between. With d = H (arXiv:2502.12996, "naive delay") outer step r uses the average of round r - 1, or 0 in the first
-round. At that time nodes send the average of round r and continue from theta. Averages that are in flight at the end of
-training are still used (`final_sync`).
+A round has H steps, and 0 < d <= H. Nodes send round r's average after step r H, and it arrives after step r H + d. The
+outer step then sets theta_i, node i's parameters, to the outer parameters theta, which discards the local steps taken
+in between. With d = H ("naive delay" in arXiv:2502.12996), outer step r uses the average of round r - 1 (0 in the first
+round) just before nodes send the average of round r and continue from theta. Pending averages are still used at the end
+of training (`final_sync`).
 
-Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it. Bytes and absent nodes are as
-in DiLoCo.
+Bytes and absent nodes are as in DiLoCo.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from exogym.strategy.traffic import Traffic
 class DelayedCommunicator(OuterModule, OuterSteps):
     """Take DiLoCo's outer step `delay` steps after every step divisible by H.
 
-    `OuterSteps` describes the other arguments. State: DiLoCo's state, and the average that has not arrived yet.
+    `OuterSteps` describes the other arguments. State: DiLoCo's state and the pending average.
     """
 
     @taking
@@ -41,7 +39,7 @@ class DelayedCommunicator(OuterModule, OuterSteps):
         check_count("delay", delay)
         check(PeriodicModule.features(self) | {"delay": f"delay={delay}"})
         if delay > self.interval_steps:
-            raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
+            raise ArgumentError(f"delay={delay} exceeds the H={H} steps of a round: use a delay of at most H")
         self.delay = delay
         self.name = "DiLoCoCommunicator"  # checkpoints have always used this name
 

@@ -1,7 +1,7 @@
 """DeMo: decoupled momentum optimization.
 
-Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). Node i has the gradient g_i. gamma is the
-learning rate, lambda the weight decay and beta the momentum's decay. I_i are indices, V_i are values, and DCT is the
+Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). Node i has the gradient g_i; gamma is the
+learning rate, lambda the weight decay and beta the momentum's decay. I_i are indices, V_i values, and DCT is the
 discrete cosine transform:
 
     theta <- theta (1 - gamma lambda)                        # decoupled weight decay
@@ -11,17 +11,17 @@ discrete cosine transform:
     q     <- each coefficient's mean over the nodes that sent it
     theta <- theta - gamma sign(IDCT(q))
 
-Payload per node and step: (number of chunks) * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An
-index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4, so by default a coefficient
-takes 6 bytes. The paper's bytes are 12 for each coefficient, because its code sends 8-byte indices.
+Payload per node and step: (number of chunks) * k * (4-byte value + index) bytes, all-gather, tx = rx = (N-1) payload.
+An index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4, so a coefficient takes 6
+bytes by default. The paper counts 12 bytes per coefficient, because its code sends 8-byte indices.
 
 FlexDeMo (From et al., arXiv:2502.06728) is DeMo between nodes of several devices that share the model:
 `fit(DeMoStrategy(), node=NodeMesh(shard=4))`.
 
-With absent nodes, only the n present nodes send and step: tx = rx = (n-1) payload. An absent node's momentum e_i does
-not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
-broadcasts its parameters and buffers, P b bytes. The returning node takes these values and continues at the fleet's
-step. A node that loses a synchronization misses this step.
+If nodes are absent, only the n present ones send and step, with tx = rx = (n-1) payload, and an absent node's momentum
+e_i does not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. It receives
+parameters and buffers (P b bytes) from a node that stayed, by a broadcast, and continues at the fleet's step. A node
+that loses a synchronization misses this step.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class DCTMomentum(GradientModule):
 
     Args:
         decay: beta, the share of the momentum that a step keeps.
-        topk: k, the coefficients that a node sends of each chunk (all coefficients, if a chunk has fewer than k).
+        topk: k, the number of coefficients that a node sends per chunk (all, if the chunk has fewer than k).
         chunk: largest side of a chunk. A chunk is a block of at most `chunk` x `chunk` values.
 
-    State: the residual momentum e of each node, (rows, P). Clipping acts on each node's own gradient, before the
+    State: each node's residual momentum e, (rows, P). Clipping acts on each node's own gradient before it enters the
     momentum.
     """
 
@@ -113,7 +113,7 @@ class DCTMomentum(GradientModule):
             payload += [indices.to(_index_dtype(t.size)), values]
 
         def decode(*parts: Tensor) -> Tensor:
-            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent a coefficient, otherwise 0."""
+            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent one, otherwise 0."""
             dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
             return torch.cat(dense, dim=-1)
 
@@ -141,20 +141,22 @@ def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
 class DeMoStrategy(CommunicateOptimizeStrategy):
     """DeMo: nodes send their largest momentum coefficients and step along the sign of the decoded mean.
 
+    Use it for few nodes on a slow link, because received bytes grow with N.
+
         e_i <- beta e_i + gamma g_i - (the top k of DCT(e_i), which are sent);   theta <- theta - gamma sign(IDCT(mean))
 
-    e_i is node i's residual momentum, g_i its gradient, and mean the nodes' mean of the sent coefficients.
+    e_i is node i's residual momentum, g_i its gradient, and mean the mean of the sent coefficients over the nodes that
+    sent them. The rule equals the published one, and all nodes' parameters stay identical.
 
-    Payload: (number of chunks) * k * (value + index) bytes per node and step. The rule equals the published rule. All
-    nodes' parameters stay identical.
+    Payload: (number of chunks) * k * (value + index) bytes per node and step.
 
     Args:
         compression_decay: beta, the share of the residual momentum that a step keeps.
-        compression_topk: k, the coefficients that a node sends of each chunk.
-        compression_chunk: largest side of a chunk. A chunk has up to `compression_chunk`² coefficients.
+        compression_topk: k, the number of coefficients that a node sends per chunk.
+        compression_chunk: largest side of a chunk, which has up to `compression_chunk`² coefficients.
         weight_decay: lambda, the decoupled weight decay.
         lr, inner_lr: gamma, the learning rate (default 1e-3).
-        max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.
+        max_norm: largest 2-norm of a node's own gradient; longer gradients are clipped.
         lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)
@@ -164,8 +166,8 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
     ranges = ("lr=3e-4..3e-2", "compression_decay=0.9..0.999")
     temporary_rows = 4.0
     payload = "ceil(P / compression_chunk^2) compression_topk (b + 2)"
-    equation = "e_i <- beta e_i + gamma g_i less the top k of DCT(e_i); theta <- theta - gamma sign(IDCT(mean sent))"
-    needs = "all nodes at every step; received bytes grow with N"
+    equation = "e_i <- beta e_i + gamma g_i minus the top k of DCT(e_i); theta <- theta - gamma sign(IDCT(mean sent))"
+    needs = "all nodes, every step"
     identities = ("all sent = the sign of the mean gradient", "beta=1: sent + kept = all gradients")
     own_rule = True
 

@@ -8,25 +8,25 @@ the outer optimizer. Every H inner steps:
     theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta_r (Delta + mu v)
     theta_i <- theta                                # for all i
 
-mu is the outer momentum and v its buffer. The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over
-the outer rounds r = 0, ..., R - 1. The first W rounds warm up with the rate eta (r+1)/W. Later rounds have the rate
-eta shape((r-W)/(R-W)), where the schedule's name chooses the shape (`Schedule`, with rounds as steps). The outer
-momentum can have a schedule in the same way, mu_r = mu s(r). H may be a function of the round: round r takes H(r)
-steps. R includes a last round that the end of training cuts short.
+mu is the outer momentum and v its buffer. The outer learning rate eta_r is eta, or eta s(r) with a schedule s over the
+outer rounds r = 0, ..., R - 1: eta (r+1)/W in the first W rounds (warm-up), then eta shape((r-W)/(R-W)) with the shape
+that the schedule's name chooses (`Schedule`, with rounds as steps). The outer momentum can have a schedule in the same
+way, mu_r = mu s(r). H may be a function of the round: round r takes H(r) steps. R includes a last round that the end of
+training cuts short.
 
-For averages that arrive late see `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). Islands have
-s nodes each: (0, ..., s-1), (s, ..., 2s-1), .... Nodes also average their parameters inside their island after every
-H_island steps, except right before an outer step (`exogym.strategy.island`).
+For averages that arrive late, see `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). Islands are
+the s nodes (0, ..., s-1), the next s nodes (s, ..., 2s-1), and so on, which also average their parameters inside the
+island every H_island steps, except right before an outer step (`exogym.strategy.island`).
 
-Each node keeps its inner optimizer state and does not send it. Payload P b bytes per node every H steps, for P
-parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. With islands, P b bytes more every H_island steps, tx =
-rx = 2 (s-1)/s P b. With outer SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
+Each node keeps its inner optimizer state. Payload: P b bytes per node every H steps, for P parameters of b bytes; ring
+all-reduce, tx = rx = 2 (N-1)/N P b. Islands add P b bytes every H_island steps, tx = rx = 2 (s-1)/s P b. With outer
+SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
 
-With absent nodes, Delta is the mean over the n present nodes, and each present node sends 2 (n-1)/n P b bytes. If a
-single node is present, it sends nothing and takes the outer step with its own Delta_i. If no node is present, no outer
-step happens. A node that missed the synchronization keeps theta_i and trains another H steps. Its next Delta_i is
-theta_last - theta_i, where theta_last is the theta that it last received. A node that was down returns with theta. A
-node that stayed broadcasts theta, P b bytes.
+If nodes are absent, Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. A single present
+node sends nothing and takes the outer step with its own Delta_i; if no node is present, there is no outer step. A node
+that missed the synchronization keeps theta_i and trains another H steps, and its next Delta_i is theta_last - theta_i,
+where theta_last is the theta that it last received. A node that was down receives theta from a node that stayed, which
+broadcasts P b bytes.
 
 >>> outer_spec("sgd", None).kwargs["lr"]
 0.7
@@ -66,8 +66,8 @@ __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_
 class DiLoCoCommunicator(OuterSteps):
     """Take DiLoCo's outer step after every step divisible by H. `OuterSteps` describes the arguments.
 
-    State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. The module also keeps an
-    older theta as long as a node has not received a newer theta.
+    State: the outer parameters theta and the outer optimizer's state, one copy for all nodes, and an older theta while
+    some node has received none newer.
     """
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
@@ -120,15 +120,17 @@ class DiLoCoOptions(OuterStepsOptions, InnerOptions, total=False):
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
     """DiLoCo: nodes take H local steps, then one outer step along their mean difference from theta.
 
+    Use it when the network is slow and the run has many rounds.
+
         Delta = mean_i (theta - theta_i);   theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
-    theta are the outer parameters, theta_i node i's parameters, and OuterOpt is the outer optimizer. The evaluation
-    model is theta. Payload: P b bytes per node every H steps, for P parameters of b bytes. A single node (N=1) also
-    takes outer steps.
+    theta are the outer parameters, which evaluation uses, theta_i node i's parameters, and OuterOpt is the outer
+    optimizer. A single node (N=1) also takes outer steps. Payload: P b bytes per node every H steps, for P parameters
+    of b bytes.
 
     Args:
-        inner_optim: inner optimizer; the paper has AdamW.
-        outer_optim: outer optimizer; 'sgd' is Nesterov's SGD with lr 0.7 and momentum 0.9.
+        inner_optim: inner optimizer. The paper uses AdamW.
+        outer_optim: outer optimizer. 'sgd' is Nesterov SGD with lr 0.7 and momentum 0.9.
         H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
         outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
@@ -136,15 +138,14 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
             the outer rate and momentum are constant.
         weighting: "uniform", or "examples" to weight outer gradients by each node's number of examples.
         delay: d, the number of steps by which the average arrives late, from 0 to H.
-        eager: whether to use `EagerCommunicator`. The other nodes' share of the average then arrives a whole round
-            late, but each node uses its own share at once.
+        eager: if True, each node uses its own share of the average at once, and the other nodes' share a round later
+            (`EagerCommunicator`).
         island_size: s, the number of nodes in an island. None means no islands.
-        island_H: steps from one average inside an island to the next, below H. Give `island_size` and `island_H`
-            together.
+        island_H: steps between two averages inside an island, below H. Pass it together with `island_size`.
         averaging: an `Averaging` with a `transport`.
 
-    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
-    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
+    Late averages overlap with computing. On hosts, this needs gloo and whole nodes in each process, without `faults` or
+    `min_hosts`; otherwise nodes wait for each average right after sending it.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """
@@ -153,11 +154,11 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
     averages, not_taken = ("transport",), Strategy.not_taken | {"transport": FLAT["transport"]}
     equation = "Delta = mean_i (theta - theta_i); theta <- OuterOpt(theta, Delta); theta_i <- theta"
-    needs = "all nodes every H steps"
+    needs = "all nodes, every H steps"
     identities = (
         "outer SGD(lr=1) = fedavg",
         "H=1, inner SGD = ddp with Nesterov SGD",
-        "N=1, outer SGD(lr=1) = the inner optimizer",
+        "N=1, outer SGD(lr=1) = inner optimizer",
         "equal data = one node",
     )
 
@@ -187,8 +188,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError(
-                f"island_size={island_size} and island_H={island_H} must be given together: give the nodes of an "
-                "island, and the steps between two averages inside an island"
+                f"island_size={island_size} and island_H={island_H} must be given together: pass the nodes per island "
+                "and the steps between two averages inside an island"
             )
         if island_size is not None and island_H is not None:
             check(outer.features() | features_of(island_H=island_H))

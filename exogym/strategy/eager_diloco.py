@@ -7,17 +7,13 @@ own outer parameters theta_i. After the H steps of round r, Delta_i = theta_i - 
     theta_i <- OuterOpt_i(theta_i, E_i)                                # and training continues from theta_i
     nodes send the mean of Delta_i^(r), and need it after round r + 1
 
-In the first round the other nodes' share is 0. Payload P b bytes per node every H steps, for P parameters of b bytes;
-ring all-reduce, tx = rx = 2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean.
-Averages that are in flight at the end of training are not used.
+In the first round the other nodes' share is 0. Payload: P b bytes per node every H steps, for P parameters of b bytes;
+ring all-reduce, tx = rx = 2 (N-1)/N P b. The nodes' parameters are never equal, so evaluation uses their mean. Averages
+that are pending at the end of training are not used.
 
-Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
-
-With absent nodes, the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
-its trained parameters and the average that it has not used yet, and continues. A node that was down takes the
-parameters of a node that stayed as its theta_i. Such a node has no unused average, and its outer optimizer starts
-afresh.
+If nodes are absent, the mean is over the n present ones, and 1/N becomes 1/n. A node that misses a synchronization
+continues with its trained parameters and its unused average. A node that was down receives the parameters of a node
+that stayed as its theta_i; it has no unused average, and its outer optimizer starts afresh.
 """
 
 from __future__ import annotations
@@ -93,13 +89,13 @@ class EagerCommunicator(OuterSteps):
         self._take()
 
     def _take(self) -> None:
-        """Take the others' part of the averages that this process sent last, which have arrived."""
+        """Store the other nodes' share of the averages that this process sent last, which have arrived."""
         for others, (mean, own) in zip(self.others, self.sent, strict=bool(self.sent)):
             torch.sub(mean, own, out=others)
         self.sent = []
 
     def _shares(self, fleet: Fleet) -> Tensor:
-        """Return (rows, 1), the share of each row here in the mean."""
+        """Return each local row's averaging weight, (rows, 1)."""
         weights = fleet.comm.weights if self.weights is None else self.weights
         weights = torch.ones(fleet.num_nodes, dtype=torch.float64) if weights is None else weights.double()
         return (weights[fleet.ranks] / weights[fleet.comm.present].sum())[:, None]

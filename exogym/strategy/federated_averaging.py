@@ -1,29 +1,28 @@
-"""FedAvg and local SGD: train locally, average the parameters.
+"""FedAvg and local SGD: clients train locally, then their parameters are averaged.
 
 McMahan et al., arXiv:1602.05629; local SGD, Stich, arXiv:1805.09767. Round r, with sampled clients S_r:
 
     theta_i <- H_i local steps from theta            for i in S_r
     theta   <- sum_{i in S_r} (n_i / n_S) theta_i,   n_S = sum_{i in S_r} n_i
 
-theta are the shared parameters, theta_i client i's parameters, and n_i is client i's number of examples. With islands,
-the round's nodes are shuffled into groups of s, and each group takes its own average.
+theta are the shared parameters, theta_i client i's parameters, and n_i is client i's number of examples. If islands are
+used, each round shuffles its nodes into groups of s, and each group averages separately.
 
-Payload P b bytes per sampled client every H steps, for P parameters of b bytes. If all nodes are clients, they average
-by a ring all-reduce: tx = rx = 2 (n-1)/n P b, where n is the number of nodes in an island (N without islands). Sampled
-clients send through the server: tx = rx = P b for each client, and 0 for other nodes.
+Payload: P b bytes per sampled client every H steps, for P parameters of b bytes. If all nodes are clients, they use a
+ring all-reduce, tx = rx = 2 (n-1)/n P b, for n nodes in an island (N without islands). Sampled clients send through the
+server: tx = rx = P b for each client, and 0 for other nodes.
 
-With absent nodes, clients and islands are still drawn among all nodes. Drawn nodes that are present at the round's end
-average. These nodes send the bytes above, where n counts only these nodes. A node alone in an island sends nothing, and
-a single sampled client sends P b bytes. If no client is present, theta does not change.
+If nodes are absent, clients and islands are still drawn among all nodes, and the drawn nodes that are present at the
+round's end average, with n counting only them in the bytes above. A node alone in an island sends nothing, and a single
+sampled client sends P b bytes. If no client is present, theta does not change.
 
-A node that missed the synchronization keeps theta_i and continues from theta_i, even if it is a client that should have
-received theta. A node that was down receives parameters from a node that stayed, which broadcasts P b bytes. If clients
-are sampled, only returning clients of the current round receive parameters: they receive theta, which also takes P b
-bytes. Other nodes keep their parameters until they next take part. Islands of sampled clients share no theta, so all
-returning nodes keep their parameters.
+A node that missed the synchronization continues from theta_i, even if it is a client that should have received theta. A
+node that was down receives parameters from a node that stayed, by a broadcast of P b bytes. If clients are sampled,
+only returning clients of the current round receive parameters, namely theta (P b bytes); other nodes keep theirs until
+they next take part. Islands of sampled clients share no theta, so all returning nodes keep their parameters.
 
-With `privacy` each node takes part in a round with probability C (`client_fraction`), independently. The server divides
-the sum of clipped updates by C N and adds noise: see `exogym.strategy.privacy`.
+With `privacy`, each node takes part in a round with probability C (`client_fraction`), independently of the others, and
+the server divides the sum of clipped updates by C N and adds noise (`exogym.strategy.privacy`).
 """
 
 from __future__ import annotations
@@ -59,27 +58,25 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
     Args:
         H: steps of a round, as a number or a pure function of the round (from 0). A client takes at most H local steps
             in a round.
-        island_size: s, the number of nodes in an island. None means one average over all nodes. If s does not divide N,
-            the last island is smaller. Each round draws its islands from (seed, round), so no bytes are needed.
+        island_size: s, the number of nodes in an island; the last island is smaller if s does not divide N. Each round
+            draws its islands from (seed, round), which takes no bytes. None means one average over all nodes.
         client_fraction: C, the share of the N nodes that are clients in a round. Each round samples max(ceil(C N), 1)
-            clients without replacement. Other nodes do nothing and receive theta when they next take part.
+            clients without replacement; other nodes do nothing and receive theta when they next take part.
         weighting: "examples" to weight clients by their numbers of examples n_i, as in the paper, or "uniform".
-        local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
-        local_epochs: E, the epochs of a client's round, which has H_i = E ceil(n_i / B) steps with the batch size B. H
-            becomes the largest H_i. With `drop_last` an epoch has max(1, floor(n_i / B)) steps.
+        local_steps: H_i of each node, from 1 to H, for clients with different amounts of work.
+        local_epochs: E, the epochs of a client's round, which then has H_i = E ceil(n_i / B) steps for the batch size B
+            (with `drop_last`, an epoch has max(1, floor(n_i / B)) steps). H becomes the largest H_i.
         keep_inner_state: if False, each client starts every round with a fresh inner optimizer.
-        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. `privacy` cannot be combined
-            with islands, with weights by examples that differ, or with buffers that training changes (averages of
-            buffers are not private).
+        privacy: a `DifferentialPrivacy`. The history then records the `epsilon` spent. It excludes islands, unequal
+            weights by examples, and buffers that training changes (their averages are not private).
         personal: the parameters and buffers that stay with each client, which sends only the others: a pattern of names
             such as "head.*", a list of patterns, or the number of the model's last layers (`exogym.strategy.personal`).
 
-    With `fit(faults=Faults(trace=...))` the server asks only clients that are available, as
-    `exogym.strategy.participation` describes. The history then has `server_time_s`, `failed_rounds`, and the last
-    round's `asked` and `reports`.
+    With `fit(faults=Faults(trace=...))` the server asks only available clients (`exogym.strategy.participation`), and
+    the history has `server_time_s`, `failed_rounds`, and the last round's `asked` and `reports`.
 
-    An average with equal weights does not change the mean over nodes. The evaluation model is the mean of the present
-    nodes' rows. With client sampling the evaluation model is theta, with the buffers that clients last sent.
+    An average with equal weights does not change the mean over nodes. Evaluation uses the mean of the present nodes'
+    rows or, if clients are sampled, theta with the buffers that clients last sent.
     """
 
     weighted_means = True
@@ -107,11 +104,11 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         if local_epochs is not None:
             check_count("local_epochs", local_epochs)
         if not isinstance(local_steps, Sequence | np.ndarray | None):
-            raise ArgumentError(f"local_steps={local_steps!r} must be a list with the steps of each node")
+            raise ArgumentError(f"local_steps={local_steps!r} must be a list with the number of steps of each node")
         for steps in () if local_steps is None else local_steps:
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
-                raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
+                raise ArgumentError(f"local_steps contains {steps}, more than the H={H} steps of a round: raise H")
         check_privacy(privacy)
         self.draws = ClientDraws(client_fraction, island_size, privacy is not None)
         self.participation: Participation | None = None
@@ -141,7 +138,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # a run's start sets `work`
             raise ArgumentError(
-                f"local_epochs={self.local_epochs} has no formula, because the number of steps depends on the data: "
+                f"local_epochs={self.local_epochs} has no formula because the number of steps depends on the data: "
                 "give H instead"
             )
         island = self.draws.sizes(N)[1]
@@ -219,7 +216,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         return Participation(run.seed, run.num_nodes, wanted, work, run.step_s, run.availability)
 
     def _check_private(self, fleet: Fleet) -> None:
-        """Raise ArgumentError if clients would send anything that is neither clipped nor noised."""
+        """Raise ArgumentError if clients would send values without clipping and noise."""
         found = self.features()
         if self.weights is not None:
             found["weights by examples"] = "weights by examples"
@@ -228,7 +225,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         check(found)
 
     def clients(self, round_: int) -> list[int]:
-        """Return the sorted ids of the clients in round `round_` (from 0). With `privacy` the list may be empty."""
+        """Return the sorted ids of the clients in round `round_` (from 0); with `privacy`, possibly none."""
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
@@ -241,7 +238,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         return [i for i in self._drawn[round_] if i not in self.run.empty] if self.run.empty else self._drawn[round_]
 
     def islands(self, round_: int) -> list[list[int]]:
-        """Divide the clients of round `round_` into the disjoint groups that average at the round's end."""
+        """Divide the clients of round `round_` into the groups that average separately at the round's end."""
         return self.draws.islands(self.clients(round_), self.run.seed, round_)
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
@@ -256,7 +253,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         return steps
 
     def weights_among(self, nodes: Sequence[int]) -> Tensor | None:
-        """Return (N,) weights by examples for a mean over `nodes`, or None if the weights of `nodes` are equal."""
+        """Return the weights by examples for a mean over `nodes`, (N,), or None if they are equal."""
         if self.weights is None or (self.samples and len(set(self.weights[list(nodes)].tolist())) == 1):
             return None
         return self.weights
@@ -294,7 +291,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         return [(piece.take(piece.block.params), piece) for piece in self.personal.shared]
 
     def give_own(self, fleet: Fleet, nodes: Sequence[int]) -> None:
-        """Give `nodes` their personal parameters again, after other code has overwritten their rows."""
+        """Restore the personal parameters of `nodes` after other code has overwritten their rows."""
         if self.personal is not None:
             self.personal.give(fleet, nodes)
 
@@ -313,9 +310,9 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         return super().cut(name, shape)
 
     def figures(self) -> dict[str, float]:
-        """Return numbers for the history: the epsilon spent so far, and a server's rounds, failed rounds and reports.
+        """Return numbers for the history: epsilon so far, and a server's rounds, failed rounds and reports.
 
-        Numbers that do not apply to this run are left out.
+        Only numbers that apply to this run are included.
         """
         found = (
             {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.draws.client_fraction, self.released)}
@@ -342,7 +339,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
 
 
 class Server:
-    """The server of sampled clients. Between rounds it holds theta, and the buffers that clients last sent.
+    """The server of sampled clients, which holds theta and the buffers that clients last sent between rounds.
 
     theta are the shared parameters, (1, P) per block. Buffers are (1, ...) each.
 
@@ -361,14 +358,14 @@ class Server:
         self.privacy, self.wanted, self.seed = privacy, fraction * fleet.num_nodes, seed
 
     def state(self) -> dict[str, Tensor]:
-        """Return theta and the buffers as a dict from the names in checkpoints to tensors."""
+        """Return theta and the buffers as tensors by their names in checkpoints."""
         named = {f"theta.{b}": theta for b, theta in enumerate(self.theta)}
         return named | {f"buffer.{name}": rows for name, rows in self.buffers.items()}
 
     def serve(self, fleet: Fleet, round_: int, came: list[int], clients: list[int], following: list[int]) -> None:
-        """End round `round_`: update theta from the reporting clients' mean, and give theta to the next clients.
+        """End round `round_`: update theta from the reporting clients' mean, and send it to the next clients.
 
-        With `privacy` the server adds noise to the new theta.
+        With `privacy`, the server adds noise to the new theta.
 
         Args:
             came: the clients that reported; may be empty.
@@ -417,11 +414,13 @@ defined(ClientOptions, AveragingCommunicator)
 
 
 class FederatedOptions(ClientOptions, InnerOptions, total=False):
-    """All options of federated strategies: options of clients, of averaging and of the inner optimizer."""
+    """All options of federated strategies: clients, averaging and the inner optimizer."""
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):
     """FedAvg: clients train H steps, then a server (or an all-reduce) averages their parameters.
+
+    Use it for federated training, or as local SGD if all nodes take part in every round.
 
         theta <- sum_i n_i theta_i / sum_i n_i          over the clients i of the round, with n_i examples
 
@@ -432,7 +431,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
             `AveragingCommunicator`.
         averaging: an `Averaging` with `transport`, `privacy` or `personal`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """
@@ -440,8 +439,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "fedavg", "FedAvg", "arXiv:1602.05629", "P b / H"
     ranges = ()
     averages, not_taken = ("transport", "privacy", "personal"), FLAT
-    equation = "theta <- sum_i n_i theta_i / sum_i n_i over the clients i of the round"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    equation = "theta <- sum_i n_i theta_i / sum_i n_i over the round's clients i"
+    needs = "clients, every H steps"
     identities = ("H=1, SGD = ddp", "islands of 1 = nodes alone", "islands of N = no islands", "equal data = one node")
 
     def __init__(

@@ -1,8 +1,7 @@
 """Base class of federated modules that act at the end of an `AveragingCommunicator`'s rounds.
 
-The `AveragingCommunicator` decides when rounds end, which clients take part, how many steps each client takes, and the
-weights. A module before the `AveragingCommunicator` in the strategy's list sees the clients' results; a module after it
-sees the mean.
+The `AveragingCommunicator` decides when rounds end, which clients take part, how many steps each takes, and the
+weights. A module before it in the strategy's list sees the clients' results, and a module after it sees the mean.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class RoundModule(CommunicationModule, ChoosesClients):
-    """Abstract base of modules that act at the end of every round of `average`, a module of the same strategy."""
+    """Base class of modules that act at the end of every round of `average`, a module of the same strategy."""
 
     weighted_means = True
 
@@ -49,9 +48,9 @@ class RoundModule(CommunicationModule, ChoosesClients):
         return [i for i in self.average.clients(self.average.round_of(step)) if i in fleet.comm.present]
 
     def all_reduce(self, fleet: Fleet, x: Tensor, op: str, members: list[int], weights: Tensor | None = None) -> Tensor:
-        """Reduce `x`, (rows, ...), over the nodes `members`. Return the result, (1, ...), in every process.
+        """Reduce `x`, (rows, ...), over the nodes `members`, and return the result, (1, ...), in every process.
 
-        If clients are sampled, they send to the server, otherwise nodes use a ring.
+        Sampled clients send to the server; otherwise nodes use a ring.
         """
         comm, way = fleet.comm, "server" if self.average.samples else "ring"
         if members == comm.present:  # every process has the result

@@ -1,24 +1,23 @@
-"""FedOpt: FedAvg whose server takes an optimizer's step along the mean change (FedAvgM, FedAdagrad, FedAdam, FedYogi).
+"""FedOpt: FedAvg whose server steps along the mean change with an optimizer (FedAvgM, FedAdagrad, FedAdam, FedYogi).
 
-Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, x is the (weighted) mean of
-the parameters of the round's clients, and D = x - theta:
+Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. x is the (weighted) mean of the parameters of
+a round's clients, and D = x - theta. After each round:
 
     momentum:  m <- beta1 m + D;                  theta <- theta + eta m
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-theta are the server's parameters, eta is the server's learning rate, m and v are the moments of D, and tau a small
-constant. m = 0 and v = tau^2 at first. As in the paper, the bias of m and v is not corrected. With bias_correction=True
-adam and yogi divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower
-has r + 1 instead of r, and treats tau differently.)
+theta are the server's parameters, eta is its learning rate, m and v are the moments of D (m = 0 and v = tau^2 at
+first), and tau is a small constant. As in the paper, m and v have no bias correction. With bias_correction=True, adam
+and yogi divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower uses r
++ 1 instead of r, and treats tau differently.)
 
-Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. The server sends theta instead of
-the mean. Without sampling every node computes the server's step itself. Absent nodes are handled as in FedAvg. If none
-of a round's clients is present, the server takes no step.
+Payload: P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg; the server sends theta instead
+of the mean. Without sampling, every node computes the server's step itself. Absent nodes are handled as in FedAvg. If
+none of a round's clients is present, the server takes no step.
 
-With `privacy` D is (the sum of clipped updates + noise) / (C N) in every round, also in rounds without clients, as in
-FedAvg (`exogym.strategy.privacy`). C is the share of the N nodes that are clients. The server's step does not change
-the epsilon.
+With `privacy`, D is (the sum of clipped updates + noise) / (C N) in every round, even one without clients, where C is
+the share of the N nodes that are clients (`exogym.strategy.privacy`). The server's step does not change the epsilon.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
 class ServerStep(RoundModule):
-    """Take FedOpt's server step after the averaging. Arguments: see `FedOptStrategy`.
+    """Take FedOpt's server step after the averaging. `FedOptStrategy` describes the arguments.
 
     State: theta and the moments m and v of the server's optimizer, one copy for all nodes.
     """
@@ -102,7 +101,7 @@ class ServerStep(RoundModule):
             self.average.give_own(fleet, receivers)
 
     def _direction(self, b: int, D: Tensor) -> Tensor:
-        """Return (1, P), the move of theta at a rate of 1, for the change D."""
+        """Return the update of theta at a learning rate of 1 for the change D, (1, P)."""
         m = self.shared_state[f"m.{b}"]
         if self.rule == "momentum":
             return m.mul_(self.beta1).add_(D)
@@ -126,24 +125,25 @@ class ServerStep(RoundModule):
 class FedOptStrategy(CommunicateOptimizeStrategy):
     """FedOpt: FedAvg whose server takes an optimizer's step along the clients' mean change.
 
+    Use it when the server's step needs momentum or adaptive step sizes.
+
         D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)
 
-    theta are the server's parameters, theta_i client i's parameters, m and v the first and second moment of D, eta is
-    the server's learning rate and tau a small number. Payload: P b bytes per client every H steps, for P parameters of
-    b bytes. The evaluation model is theta.
+    theta are the server's parameters, which evaluation uses, theta_i client i's parameters, m and v the first and
+    second moment of D, eta is the server's learning rate and tau a small number. Payload: P b bytes per client every H
+    steps, for P parameters of b bytes.
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
         server_lr: eta, the server's learning rate. None means 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
-        beta1: decay of m. None means 0.9, but 0 for adagrad.
+        beta1: decay of m. None means 0.9, or 0 for adagrad.
         beta2: decay of v.
-        tau: number added to sqrt(v). The smaller tau, the more adaptive is the server's step.
+        tau: number added to sqrt(v). The smaller tau, the more adaptive the server's step.
         initial_v: v before the first round. None means tau^2.
         bias_correction: whether to correct the bias of adam and yogi, as `torch.optim.Adam` does.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
-            `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`.
         averaging: an `Averaging` with `transport`, `privacy` or `personal`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
     """
@@ -152,7 +152,7 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
     averages, not_taken = ("transport", "privacy", "personal"), FLAT
     ranges = ("server_lr=3e-3..0.3", "tau=1e-4..0.1")
     equation = "D = mean_i theta_i - theta; theta <- theta + eta m / (sqrt(v) + tau), m and v of D as in adam"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     identities = (
         "momentum, beta1=0, lr 1 = fedavg",
         "momentum = diloco with heavy ball",

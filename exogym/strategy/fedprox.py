@@ -1,18 +1,18 @@
 """FedProx: FedAvg with a term that keeps clients near the parameters with which they started the round.
 
-Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where F_i is client i's loss
-and theta are the parameters that client i last received:
+Li et al., arXiv:1812.06127. In a round, client i minimizes F_i(w) + (mu/2) |w - theta|^2, where F_i is its loss and
+theta are the parameters that it last received:
 
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
 
 n_i is client i's number of examples, and g_i its gradient. Clients may take different numbers of steps, and the server
-averages all clients. The proximal term is part of the gradient, so Adam's moments contain it; decoupled weight decay
-does not. If a parameter has no gradient in a step, it gets no proximal term. Clients are sampled as in FedAvg and
-weighted by `weighting` (the paper samples clients in proportion to n_i and gives them equal weights). With `personal`
-the term is on the shared parameters only.
+averages all of them. The proximal term is part of the gradient, so it enters Adam's moments, while decoupled weight
+decay does not. A parameter without a gradient in a step gets no proximal term. Clients are sampled as in FedAvg and
+weighted by `weighting` (the paper samples them in proportion to n_i, with equal weights). With `personal`, the term
+covers only the shared parameters.
 
-Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg; each client keeps a copy of
+Payload: P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg; each client keeps a copy of
 theta. Absent nodes are handled as in FedAvg. A node that missed the synchronization stays near the theta that it last
 received.
 """
@@ -43,8 +43,8 @@ from exogym.strategy.strategy import Run
 class ProximalTerm(RoundModule, Corrects):
     """Add the proximal term mu (w - theta) to every local gradient.
 
-    w are the node's parameters, and theta the parameters that the node last received. In the list of modules, this
-    module stands after the averaging. `when` says whether nodes have the term now (None: always).
+    w are the node's parameters, and theta the parameters that the node last received. This module follows the averaging
+    in the list of modules. `when` returns whether the term applies now (None: always).
 
     State: the theta that each node last received, (rows, P).
     """
@@ -82,17 +82,18 @@ class ProximalTerm(RoundModule, Corrects):
 class FedProxStrategy(CommunicateOptimizeStrategy):
     """FedProx: FedAvg with a proximal term that keeps clients near theta.
 
+    Use it when clients' data differ or clients take different numbers of steps.
+
         g_i <- g_i + mu (theta_i - theta) at every local step;   theta <- sum_i n_i theta_i / sum_i n_i
 
     theta are the server's parameters, theta_i client i's parameters, g_i its gradient and n_i its number of examples.
     Payload: P b bytes per client every H steps, for P parameters of b bytes.
 
     Args:
-        mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
-            `AveragingCommunicator`.
+        mu: weight of the proximal term (0.001 to 1 in the paper). 0 is FedAvg.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`.
         averaging: an `Averaging` with `transport`, `privacy` or `personal`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
     """
@@ -101,7 +102,7 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
     averages, not_taken = ("transport", "privacy", "personal"), FLAT
     ranges = ("mu=1e-3..1.0",)
     equation = "g_i <- g_i + mu (theta_i - theta) at every local step; then as fedavg"
-    needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
+    needs = "clients, every H steps"
     identities = ("mu=0 = fedavg", "H=1 = fedavg", "quadratic clients: (A + mu I)^-1 (A w + mu theta)")
 
     def __init__(

@@ -1,9 +1,8 @@
 """Fragments: parts of the model that are synchronized at different times.
 
-A fragment is a list with a `Piece` for each block of the fleet, and holds whole parameters. The pattern "strided" deals
-layers out in turn: with F fragments of layers, layer l belongs to fragment l mod F. "sequential" puts neighboring
-layers into the same fragment. Parameters outside of layers (embeddings, the last norm, the head) are a separate
-fragment.
+A fragment consists of whole parameters, as a list with a `Piece` for each block of the fleet. The pattern "strided"
+puts layer l into fragment l mod F, for F fragments of layers, and "sequential" puts neighboring layers together.
+Parameters outside of layers (embeddings, the last norm, the head) form a separate fragment.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Piece:
     Attributes:
         block: the block.
         slots: names, shapes and columns of the parameters.
-        ranges: (start, stop) of the parameters' columns in a row; adjacent ranges are joined.
+        ranges: (start, stop) of the parameters' columns in a row, with adjacent ranges joined.
     """
 
     def __init__(self, block: Block, slots: Sequence[Slot]):
@@ -40,7 +39,7 @@ class Piece:
                 self.ranges.append((slot.start, slot.stop))
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return this piece's p columns of `rows`, (rows, P): a view if the columns are adjacent, otherwise a copy."""
+        """Return this piece's p columns of `rows`, (rows, P), as a view if they are adjacent, otherwise a copy."""
         parts = [rows[:, start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -51,7 +50,7 @@ class Piece:
             rows[:, start:stop].copy_(part)
 
     def views(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, view (rows, *shape)) of each parameter of this piece; `values`, (rows, p), holds the values."""
+        """Yield (name, view (rows, *shape)) of each parameter of this piece in `values`, (rows, p)."""
         start = 0
         for slot in self.slots:
             part = values[:, start : start + slot.numel]
@@ -70,9 +69,9 @@ def whole(blocks: Sequence[Block]) -> Fragment:
 def fragments(fleet: Fleet, count: int, pattern: str = "strided") -> list[Fragment]:
     """Cut the parameters of `fleet` into `count` fragments.
 
-    Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...). If no module is numbered, layers
-    are the modules that have parameters. Parameters outside of layers are the last fragment, and the other fragments
-    share the layers by `pattern`: "strided" (in turn) or "sequential" (neighboring layers together).
+    Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...) or, if no module is numbered, the
+    modules that have parameters. Parameters outside of layers form the last fragment; the others share the layers by
+    `pattern`: "strided" (in turn) or "sequential" (neighboring layers together).
 
     Raises:
         ArgumentError: the model has fewer layers than fragments.
@@ -85,7 +84,7 @@ def fragments(fleet: Fleet, count: int, pattern: str = "strided") -> list[Fragme
         raise ArgumentError(
             f"num_fragments={count}, but the model has {len(layers)} layers"
             + (" and parameters outside of them, which are one fragment" if others else "")
-            + f": take at most {len(layers) + bool(others)}"
+            + f": use at most {len(layers) + bool(others)}"
         )
     where = (lambda k: k % dealt) if pattern == "strided" else (lambda k: k * dealt // len(layers))
     groups: list[set[str]] = [set() for _ in range(dealt)]

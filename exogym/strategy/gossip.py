@@ -1,18 +1,17 @@
 """D-PSGD: each node averages with its neighbors on a graph, without a server or an all-reduce.
 
-Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv:1705.09056. W holds symmetric
-weights whose rows sum to 1, by Metropolis's rule on the graph (`exogym.strategy.graphs`). After every step divisible
-by H
+Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv:1705.09056. W are Metropolis weights
+on the graph: symmetric, with rows that sum to 1 (`exogym.strategy.graphs`). After every step divisible by H
 
     theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
 
-theta_i are node i's parameters. (In the paper, nodes mix between the gradient and the inner step.) Optimizer moments
-stay local. The evaluation model is the mean of all nodes; mixing with W does not change this mean.
+theta_i are node i's parameters. (The paper mixes between the gradient and the inner step.) Optimizer moments stay
+local. Evaluation uses the mean of all nodes, which mixing with W does not change.
 
-Payload deg P b bytes every H steps for a node with deg neighbors, for P parameters of b bytes: tx = rx = deg P b,
+Payload: deg P b bytes every H steps for a node with deg neighbors, for P parameters of b bytes; tx = rx = deg P b,
 because the node sends a message to each neighbor. A node waits only for its neighbors.
 
-With absent nodes, W is computed on the graph between the present nodes. A node without present neighbors trains alone.
+If nodes are absent, W is computed on the graph of the present nodes. A node without present neighbors trains alone.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class GossipCommunicator(PeriodicModule):
         return [Traffic("mix", degree * P * b, self.interval_steps, fan=degree)] if degree else []
 
     def couples_every(self, N: int) -> float:
-        """Return the steps until every node's parameters have reached all nodes."""
+        """Return the number of steps until every node's parameters have reached all nodes."""
         if self.graph == "matching":
             return self.interval_steps * math.ceil(math.log2(max(N, 2)))
         return self.interval_steps * max(1, diameter(self.graph, N))
@@ -80,17 +79,19 @@ class GossipCommunicator(PeriodicModule):
 class GossipStrategy(CommunicateOptimizeStrategy):
     """D-PSGD: nodes average with their neighbors on a graph.
 
-        theta_i <- sum_j W_ij theta_j          W: Metropolis's weights on the graph
+    Use it when there is no server, or an all-reduce over all nodes is slow.
 
-    theta_i are the parameters of node i. Payload: deg P b bytes every H steps for a node with deg neighbors, for P
-    parameters of b bytes. The evaluation model is the nodes' mean.
+        theta_i <- sum_j W_ij theta_j          W: Metropolis weights on the graph
+
+    theta_i are the parameters of node i; evaluation uses the nodes' mean. Payload: deg P b bytes every H steps for a
+    node with deg neighbors, for P parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.
-        graph: "ring", "torus", "exponential", "random", "complete", "matching" (pairs drawn anew each time), or a
+        graph: "ring", "torus", "exponential", "random", "complete", "matching" (new random pairs each time), or a
             networkx graph of the nodes 0, 1, ...; see `exogym.strategy.graphs.edges_of`.
-        H: steps from one average to the next.
+        H: steps between two averages.
 
     >>> strategy = GossipStrategy("sgd", graph="torus", lr=0.1)
     """
@@ -98,9 +99,9 @@ class GossipStrategy(CommunicateOptimizeStrategy):
     temporary_rows = 1.8
     name, title, paper, payload = "gossip", "D-PSGD", "arXiv:1705.09056", "2 P b / H"
     ranges = ()
-    equation = "theta_i <- sum_j W_ij theta_j every H steps, W Metropolis's on the graph"
-    needs = "each node its neighbors (two on a ring) every H steps"
-    identities = ("complete graph, SGD = ddp", "N=1 = the inner optimizer", "the mean over the nodes is kept")
+    equation = "theta_i <- sum_j W_ij theta_j every H steps; W: Metropolis weights"
+    needs = "neighbors (two on a ring), every H steps"
+    identities = ("complete graph, SGD = ddp", "N=1 = inner optimizer", "keeps the nodes' mean")
 
     def __init__(
         self,

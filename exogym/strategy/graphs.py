@@ -1,4 +1,4 @@
-"""Graphs over the nodes: each node's neighbors, and the weights with which neighbors mix their rows."""
+"""Communication graphs: each node's neighbors, and the weights with which neighbors mix their rows."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
     """Return the edges (i, j), i < j, of an undirected graph over the nodes.
 
     Args:
-        graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name:
-            "ring" or "complete".
-            "torus": rows and columns as near to a square as `num_nodes` allows.
-            "exponential": edges from node i to i + 1, i + 2, i + 4, ....
-            "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph is connected.
-            "matching": pairs drawn anew for each mix.
+        graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name: "ring" or "complete".
+            "torus": a grid as near to a square as `num_nodes` allows. "exponential": edges from node i to i + 1, i + 2,
+            i + 4, ....... "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph
+            is connected. "matching": pairs drawn anew for each mix.
 
     Raises:
-        ArgumentError: a name is unknown, or a graph has other nodes, is directed, or is not connected.
+        ArgumentError: the name is unknown, or the graph has other nodes, is directed, or is not connected.
 
     >>> sorted(edges_of("ring", 4)), len(edges_of("torus", 6)), len(edges_of("exponential", 8))
     ([(0, 1), (0, 3), (1, 2), (2, 3)], 9, 20)
@@ -57,7 +55,9 @@ def _nx() -> Any:
 
 
 def check_graph(graph: Any, num_nodes: int, directed: bool) -> None:
-    """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes; `directed`: it may be directed."""
+    """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes (which `directed` allows to be
+    one).
+    """
     nx = _nx()
     if not isinstance(graph, nx.Graph) or graph.is_multigraph():
         raise ArgumentError(f"graph={graph!r} must be one of {', '.join(map(repr, GRAPHS))} or a networkx graph")
@@ -66,7 +66,7 @@ def check_graph(graph: Any, num_nodes: int, directed: bool) -> None:
     if graph.is_directed() and not directed:
         raise ArgumentError(f"graph={graph} is directed, so weights would not keep the mean: use GradientPushStrategy")
     if num_nodes > 1 and not nx.is_connected(graph.to_undirected()):
-        raise ArgumentError(f"graph={graph} is not connected, so some nodes would never exchange anything: add edges")
+        raise ArgumentError(f"graph={graph} is not connected, so some nodes could never exchange anything: add edges")
 
 
 @functools.cache
@@ -88,11 +88,11 @@ def _named(graph: str, n: int, seed: int) -> Edges:
         edges = _undirected((i, j) for i in range(n) for j in range(i) if draws[i, j] < chance)
         if n == 1 or _nx().is_connected(_graph_of(edges, n)):
             return edges
-    raise ArgumentError(f"no connected graph='random' over {n} nodes was drawn: take another seed")
+    raise ArgumentError(f"could not draw a connected graph='random' over {n} nodes: use another seed")
 
 
 def diameter(graph: Any, num_nodes: int) -> int:
-    """Return the largest number of hops between two nodes of a graph as in `edges_of`, except "matching".
+    """Return the largest number of hops between two nodes of a graph (see `edges_of`) other than "matching".
 
     >>> diameter("ring", 9), diameter("torus", 9), diameter("complete", 9)
     (4, 2, 1)
@@ -119,8 +119,8 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
     """Return Metropolis's mixing weights W, (N, N), for the edges between present nodes.
 
     W_ij = 1 / (1 + max(d_i, d_j)) if such an edge connects i and j, where d_i is the number of node i's present
-    neighbors. W_ii is 1 minus the other weights in row i. W is symmetric and its rows sum to 1, so mixing does not
-    change the mean. If all nodes have the same degree d, all weights on edges are 1 / (d + 1).
+    neighbors, and W_ii is 1 minus the other weights in row i. W is symmetric and its rows sum to 1, so mixing does not
+    change the mean. If all nodes have degree d, every edge has the weight 1 / (d + 1).
 
     >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)

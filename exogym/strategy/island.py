@@ -1,4 +1,4 @@
-"""Islands: fixed groups of nodes near each other, which average more often than all nodes together."""
+"""Islands: fixed groups of nearby nodes that average more often than all nodes together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from exogym.strategy.traffic import Traffic
 
 
 class IslandCommunicator(PeriodicModule):
-    """Average the parameters inside fixed islands of consecutive nodes, except if `above` acts after the same step.
+    """Average the parameters inside fixed islands of consecutive nodes, unless `above` acts after the same step.
 
     Args:
-        island_size: the number of nodes in an island. The last island is smaller if `island_size` does not divide the
-            number of all nodes.
-        H: steps from one average to the next.
+        island_size: the number of nodes in an island; the last is smaller if it does not divide the number of nodes.
+        H: steps between two averages.
         above: the module that averages over all islands, and synchronizes the last steps at the end of training.
     """
 

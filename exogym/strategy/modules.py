@@ -1,11 +1,11 @@
-"""Modules: the parts of a strategy, which act on the fleet and its communicator.
+"""Modules: the building blocks of a strategy, which act on the fleet and its communicator.
 
-A gradient module implements `transform`; a communication module implements `next_event` and `communicate`. Every other
-method has a default: `start` makes state, `rejoin` repairs a returning node's state, `finish` ends a run, `consensus`
-gives the evaluation model, and `traffic`, `couples_every` and `features` describe the module.
+A gradient module implements `transform`, which rewrites the gradients of all rows before the inner optimizer. A
+communication module implements `next_event` and `communicate`, which mixes the rows after the inner optimizer. Every
+tensor is (rows, ...).
 
-A gradient module rewrites the gradients of all rows before the inner optimizer. A communication module mixes the rows
-after the inner optimizer. Every tensor is (rows, ...).
+All other methods have defaults: `start` creates state, `rejoin` repairs a returning node's state, `finish` ends a run,
+`consensus` gives the evaluation model, and `traffic`, `couples_every` and `features` describe the module.
 """
 
 from __future__ import annotations
@@ -30,28 +30,26 @@ from exogym.strategy.traffic import Traffic
 
 
 class Module(Stateful, ABC):
-    """Base class of gradient and communication modules. Checkpoints save a module's state automatically.
+    """Base class of gradient and communication modules, whose state checkpoints save automatically.
 
-    The state is the tensors in `row_state` and `shared_state`, and the numbers that `counters` names. A module with
-    other state overrides `row`, `load_row`, `save_state` and `load_state`.
+    A module's state is the tensors in `row_state` and `shared_state` and the numbers that `counters` names. For any
+    other state, override `row`, `load_row`, `save_state` and `load_state`.
 
     Attributes:
-        acts_on: how much of a node's row the module must see at once, if several processes share the row. "elements"
-            means any columns, "tensors" whole parameters, and "row" the whole row. Your own module must set `acts_on`
-            for such runs.
-        row_state: name -> (rows, ...) tensor; each row belongs to a node and moves with this node.
-        shared_state: name -> tensor that is the same for all nodes.
-        counters: names of attributes with plain numbers that change during a run, such as a count of rounds. They are
-            saved with the shared state. If a plain number changes that `counters` does not name, saving the run fails.
+        acts_on: what the module must see at once if several processes share a node's row: "elements" (any columns),
+            "tensors" (whole parameters) or "row" (the whole row). Your own module must set it for such runs.
+        row_state: (rows, ...) tensors by name. Each row belongs to a node and moves with it.
+        shared_state: tensors by name, the same for all nodes.
+        counters: names of the plain numbers that change during a run, such as a count of rounds; checkpoints save them.
+            Saving fails if another plain number of the module has changed.
         layouts: the layouts of this process's blocks; `start` sets them.
         name: the name of the module's state in checkpoints. None means the class name.
-        weighted_means: whether all averages of the module are the communicator's means (`op="mean"`), which weight
-            nodes by their work. If False, balance="batch" and balance="steps" are refused.
-        right_in_mean: whether only the mean of the nodes' messages is right, not each message alone. Examples: sparse
-            entries, values rounded at random, values that are only partly sent (error feedback), or pieces of a mean
-            (shards, factors). No robust rule can replace such a mean: the median of sparse entries is zero, and the
-            sent values would be lost.
-        needs_length: whether the module's equation reads `run.total_steps`. `exogym.attach` then asks for it.
+        weighted_means: whether the module averages only by the communicator's means (`op="mean"`), which weight nodes
+            by their work. If False, balance="batch" and balance="steps" are refused.
+        right_in_mean: whether only the mean of the nodes' messages is meaningful, not each message: sparse entries,
+            stochastically rounded values, values sent in part (error feedback), or pieces of a mean (shards, factors).
+            No robust rule can replace such a mean: the median of sparse entries, for example, is zero.
+        needs_length: whether the module's equation reads `run.total_steps`, which `exogym.attach` then requires.
     """
 
     acts_on = "elements"
@@ -70,40 +68,40 @@ class Module(Stateful, ABC):
         self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
-        """Create the module's state for `fleet`. Called once, before training."""
+        """Create the module's state for `fleet`. Called once before training."""
         self.run = run
         self.layouts = [block.layout for block in fleet.blocks]
 
     # How it describes itself
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        """Return the collectives that this module repeats, with P parameters of b bytes on N nodes.
+        """Return the collectives that this module repeats, for P parameters of b bytes on N nodes.
 
         `advise` refuses a module that does not override this method.
 
         Raises:
             ArgumentError: no formula is known.
         """
-        raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
+        raise ArgumentError(f"no formula is known for {type(self).__name__}: pass a Plan with its traffic")
 
     def couples_every(self, N: int) -> float:
         """Return the number of steps until N nodes have exchanged the whole model once."""
         return 1
 
     def features(self) -> dict[str, str]:
-        """Return further features of this module, with which ExoGym checks whether options can be combined.
+        """Return further features of this module, which ExoGym uses to check whether options can be combined.
 
         The dict maps names in `exogym.core.refusals` to texts for messages.
         """
         return {}
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        """Repair this module's state for `nodes`, which were absent and have received parameters for step `step`."""
+        """Repair this module's state of `nodes`, which have returned and received the parameters for step `step`."""
 
-    # Its state, for `fleet.state`
+    # State, for `fleet.state`
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return how a node's processes divide the state tensor `name`, or None if each process has the whole tensor.
+        """Return how a node's processes divide the state tensor `name`, or None if each process has all of it.
 
         If `name` ends in a block's number, the tensor is divided like this block's columns.
         """
@@ -141,7 +139,7 @@ class Module(Stateful, ABC):
             setattr(self, name, tensors[f"counter.{name}"].item())
 
     def note_numbers(self) -> None:
-        """Note the plain numbers with which the run begins, after `start`, so that `shared` finds those that change."""
+        """Record the plain numbers after `start`, so that `shared` can find the numbers that change."""
         self._at_first = self._numbers()
 
     def _numbers(self) -> dict[str, bool | int | float]:
@@ -158,15 +156,15 @@ class Module(Stateful, ABC):
 
 
 class GradientModule(Module):
-    """Base class of modules that rewrite the gradients of all rows at every step, before the inner optimizer.
+    """Base class of modules that rewrite the gradients of all rows at every step before the inner optimizer.
 
     Attributes:
-        clip_first: whether each node's own gradient is clipped before the module acts. If False, the module's result is
-            clipped.
+        clip_first: whether clipping acts on each node's own gradient before the module acts, not on the module's
+            result.
     """
 
     clip_first = False
-    bucket_bytes: int | None = None  # bytes of gradients that may travel during backward, if the wire can do it
+    bucket_bytes: int | None = None  # bytes of gradients that may travel during backward, if the wire supports it
 
     @abstractmethod
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
@@ -176,11 +174,11 @@ class GradientModule(Module):
 class CommunicationModule(Module):
     """Base class of modules that mix rows after the inner step: `next_event` gives the step, `communicate` mixes.
 
-    For rarer abilities a module also inherits a capability: `Corrects`, `SeesLosses` or `ChoosesClients`
-    (`exogym.strategy.capabilities`).
+    A module that corrects gradients, sees losses or chooses clients also inherits `Corrects`, `SeesLosses` or
+    `ChoosesClients` (`exogym.strategy.capabilities`).
 
     Attributes:
-        fresh_inner_state: whether inner optimizers forget their state after this module has acted.
+        fresh_inner_state: whether inner optimizers start afresh after this module has acted.
     """
 
     fresh_inner_state = False
@@ -194,14 +192,14 @@ class CommunicationModule(Module):
         """Mix rows after inner step number `step` (from 1)."""
 
     def sends_parameters(self, step: int) -> bool:
-        """Return whether nodes send parameters after `step`, at which this module acts.
+        """Return whether nodes send parameters when this module acts after `step`.
 
-        If not, then norm caps and bad nodes change nothing there.
+        If False, norm caps and bad nodes change nothing at that step.
         """
         return True
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Synchronize the last steps at the end of training. `since` counts the steps since this module last acted."""
+        """Synchronize the last steps at the end of training: the `since` steps after this module last acted."""
         if since:
             self.communicate(fleet, step)
 
@@ -214,7 +212,7 @@ class PeriodicModule(CommunicationModule):
     """A communication module that acts after every step divisible by `interval_steps`.
 
     Attributes:
-        interval_steps: H, the steps of a round; if rounds differ in length, the steps of the first round.
+        interval_steps: H, the steps of a round (of the first one, if rounds differ in length).
         rounds: the rounds, if H is a function of the round; otherwise None.
     """
 
@@ -222,7 +220,7 @@ class PeriodicModule(CommunicationModule):
     rounds: Rounds | None = None
 
     def take_rounds(self, H: RoundLength) -> None:
-        """Set when this module acts: after every H steps, or at the end of each round of H(0), H(1), ... steps.
+        """Set when this module acts: after every H steps, or after rounds of H(0), H(1), ... steps.
 
         `H` can also be a `Rounds` object.
         """
@@ -249,7 +247,7 @@ class PeriodicModule(CommunicationModule):
         return self.next_event(step - 1) == step
 
     def round_of(self, step: int) -> int:
-        """Return the round (from 0) in which step number `step` (from 1) is taken."""
+        """Return the round (from 0) that contains step number `step` (from 1)."""
         return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
 
     def end_of(self, round_: int) -> int:
@@ -262,7 +260,7 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def named(modules: Sequence[Module]) -> dict[str, Module]:
-    """Return a dict from name to module. The second module with the same name is called "<name> 2"."""
+    """Return the modules by name. The second module with the same name is called "<name> 2"."""
     found: dict[str, Module] = {}
     for module in modules:
         name = module.name or type(module).__name__
@@ -272,12 +270,12 @@ def named(modules: Sequence[Module]) -> dict[str, Module]:
 
 
 def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:
-    """Return the parameters in row `row`, each in its own shape. `matrices` has a (rows, P) matrix per block."""
+    """Return the parameters in row `row` of `matrices`, (rows, P) per block, each in its own shape."""
     return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
 def known_traffic(modules: Sequence[Module], N: int) -> list[Traffic]:
-    """Return the modules' traffic with a million parameters on N nodes; [] if a module's formula is unknown."""
+    """Return the modules' traffic for a million parameters on N nodes, or [] if a formula is unknown."""
     try:
         return [t for module in modules for t in module.traffic(1e6, N, 4)]
     except ArgumentError:
@@ -285,9 +283,9 @@ def known_traffic(modules: Sequence[Module], N: int) -> list[Traffic]:
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return the nodes' numbers of examples, (N,), as the weights of a mean.
+    """Return the nodes' numbers of examples, (N,), as weights of a mean.
 
-    Return None if `weighting` is "uniform" or all nodes have the same number of examples. Then the plain mean is exact.
+    Return None for the plain mean: if `weighting` is "uniform", or all nodes have equally many examples.
 
     >>> import numpy as np
     >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)

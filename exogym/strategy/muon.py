@@ -1,15 +1,14 @@
 """Muon for a model's hidden matrices, AdamW for the rest.
 
-Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; with the learning rate of Liu et al., Muon
-is scalable for LLM training, arXiv:2502.16982. A hidden matrix W (m, n) has the gradient G. mu is the momentum, gamma
+Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024, with the learning rate of Liu et al., Muon
+is scalable for LLM training, arXiv:2502.16982. A hidden matrix W (m, n) has the gradient G; mu is the momentum, gamma
 the learning rate and lambda the weight decay:
 
     B <- mu B + (1 - mu) G                              # Nesterov: the next line takes (1 - mu) G + mu B instead of B
     O <- five steps of Newton and Schulz from B / |B|   # about U V^T of the singular value decomposition U S V^T
     W <- W (1 - gamma lambda) - gamma 0.2 sqrt(max(m, n)) O
 
-The factor 0.2 sqrt(max(m, n)) scales O to the size of an AdamW update, so that both optimizers can use the same
-learning rate.
+The factor 0.2 sqrt(max(m, n)) scales O to the size of an AdamW update, so both optimizers can share a learning rate.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from exogym.core.base.torch_private import bare_step, can_fuse
 
 
 class HiddenAdamW(Optimizer, ABC):
-    """An optimizer with its own rule for the hidden matrices, and AdamW for all other parameters.
+    """An optimizer with its own rule for the hidden matrices and AdamW for all other parameters.
 
-    `OptimSpec` puts hidden matrices into groups with the option `flag` set to True. AdamW trains the other groups.
+    `OptimSpec` sets the option `flag` to True in the groups of hidden matrices. AdamW trains the other groups.
     """
 
     flag: ClassVar[str]
 
     @abstractmethod
     def _of_hidden(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """Return the torch optimizer that takes the steps of the hidden matrices, in `groups`."""
+        """Return the torch optimizer for the hidden matrices in `groups`."""
 
     @property
     def parts(self) -> list[Optimizer]:
@@ -56,7 +55,7 @@ class HiddenAdamW(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step with both optimizers along `.grad`. A given `closure` first computes loss and gradients."""
+        """Step both optimizers along `.grad`, which a given `closure` first computes together with the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,19 +68,19 @@ class HiddenAdamW(Optimizer, ABC):
 
 
 class MuonAdamW(HiddenAdamW):
-    """An optimizer with Muon for the parameter groups with `use_muon` and AdamW for all others (`inner_optim="muon"`).
+    """Muon for the parameter groups with `use_muon`, AdamW for all others (`inner_optim="muon"`).
 
     Under the name "muon", Muon trains a model's hidden matrices: parameters with two dimensions, both over 1, except
-    embeddings (a tied head counts as an embedding) and the head (`fleet.layout.hidden_matrices`). AdamW trains all
-    other parameters: embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions.
-    Parameter groups can overrule this choice: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
+    embeddings (such as a tied head) and the head (`fleet.layout.hidden_matrices`). AdamW trains everything else:
+    embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions. To change this choice,
+    pass groups: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
 
     Args:
-        params: parameters, or groups; each group may have its own `use_muon` and its own value of every argument below.
-        lr, weight_decay: learning rate and decoupled weight decay of both Muon and AdamW.
+        params: parameters, or groups with their own `use_muon` and values of the arguments below.
+        lr, weight_decay: learning rate and decoupled weight decay of Muon and AdamW.
         momentum, nesterov, ns_steps: arguments of `torch.optim.Muon`.
-        adjust_lr_fn: how `torch.optim.Muon` scales the update of a matrix (m, n). "match_rms_adamw" scales to the size
-            of AdamW's updates. "original" scales by sqrt(max(1, m / n)), for learning rates near 0.02.
+        adjust_lr_fn: how `torch.optim.Muon` scales the update of a matrix (m, n): "match_rms_adamw" to the size of
+            AdamW's updates, or "original" by sqrt(max(1, m / n)), for learning rates near 0.02.
         betas, eps: arguments of AdamW.
 
     State: Muon's and AdamW's state, per parameter.

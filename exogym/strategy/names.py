@@ -1,4 +1,4 @@
-"""Reads the strategies' names from their files, so that a name loads one file and a list of runs needs no torch."""
+"""Read the strategies' names from their files, so that a name loads one file and a list of runs needs no torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-CONTRIB = "exogym.contrib"  # its list of names is the only place outside it that names a method in it
+CONTRIB = "exogym.contrib"  # its list of names is the only place outside contrib that names its methods
 # A class, or the line that names it: `name = "ddp"`, or `name, title, ... = "ddp", "DDP", ...`.
 _LINE = re.compile(r'^class (\w+)|^    name\b[^=\n]*= \(?\s*"([^"\n]+)"', re.M)
 
 
 class Home(NamedTuple):
-    """Where a strategy's class is: its module and the class's name."""
+    """The place of a strategy's class: its module and class name."""
 
     module: str
     kind: str
@@ -23,7 +23,7 @@ class Home(NamedTuple):
 
 @functools.cache
 def homes() -> dict[str, Home]:
-    """Return a dict from `name` to its class's home, for ExoGym's strategy classes that have a `name`.
+    """Return the home of each of ExoGym's strategy classes that has a `name`, by this name.
 
     >>> homes()["diloco"]
     Home(module='exogym.strategy.diloco', kind='DiLoCoStrategy')
@@ -41,7 +41,7 @@ def homes() -> dict[str, Home]:
 
 
 def short_names() -> dict[str, str]:
-    """Return a dict from class name to `name`, for ExoGym's strategy classes that have a `name`.
+    """Return the `name` of each of ExoGym's strategy classes that has one, by class name.
 
     >>> short_names()["DiLoCoStrategy"]
     'diloco'
@@ -50,7 +50,7 @@ def short_names() -> dict[str, str]:
 
 
 class ByName(MutableMapping[str, Any]):
-    """Strategy classes by `name`. A lookup loads ExoGym's file of that name only; values and items load all files.
+    """Strategy classes by `name`. A lookup loads only the file of this strategy; values and items load all files.
 
     Attributes:
         loaded: the classes that Python has defined so far.

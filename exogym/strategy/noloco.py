@@ -1,24 +1,24 @@
-"""NoLoCo: outer steps in small groups that change, without any all-reduce over all nodes.
+"""NoLoCo: outer steps in small groups that change every round, without an all-reduce over all nodes.
 
 Kolehmainen et al., NoLoCo: no-all-reduce low communication training, arXiv:2506.10911. Node i has the parameters
-theta_i, slow weights phi_i and a momentum delta_i. alpha, beta and gamma are factors. After every H inner steps nodes
-are drawn into groups G of n, and with D_i = theta_i - phi_i
+theta_i, slow weights phi_i and a momentum delta_i; alpha, beta and gamma are factors. After every H inner steps, nodes
+are divided into random groups G of n, and with D_i = theta_i - phi_i
 
     delta_i <- alpha delta_i + beta mean_G(D) + gamma (mean_G(phi) - phi_i)
     phi_i   <- phi_i + delta_i,   theta_i <- phi_i
 
-mean_G is the mean over the node's group. For the same difference theta - phi the paper prints beta with the opposite
-sign, which would move phi_i away from the trained parameters. The published code adds, as here. The paper calls the
-momentum Nesterov's, but the momentum is a heavy ball. The paper's appendix finds the method stable for sqrt(n / (2
-(n-1))) alpha < gamma and beta > alpha. So the method is stable for gamma = beta = 0.7 and alpha = 0.5.
+where mean_G is the mean over the node's group. The paper prints beta with the opposite sign for this difference, which
+would move phi_i away from the trained parameters; its published code adds, as here. The paper calls the momentum
+Nesterov's, but it is a heavy ball. According to the paper's appendix, the method is stable for sqrt(n / (2 (n-1)))
+alpha < gamma and beta > alpha, which holds for gamma = beta = 0.7 and alpha = 0.5.
 
-Payload 2 P b bytes per node every H steps, for D and phi of P parameters of b bytes. Pairs exchange D and phi, tx = rx
-= 2 P b; larger groups use a ring all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round), so nodes do
-not send them. The nodes' parameters are never equal; the evaluation model is their mean. The distance between nodes
-follows the inner learning rate, so let the learning rate decay.
+Payload: 2 P b bytes per node every H steps, for D and phi of P parameters of b bytes. Pairs exchange D and phi, tx = rx
+= 2 P b; larger groups use a ring all-reduce, tx = rx = 4 (n-1)/n P b. Nodes derive the groups from (seed, round)
+without communication. The nodes' parameters are never equal, so evaluation uses their mean. Let the inner learning rate
+decay, because the distance between nodes is proportional to it.
 
-With absent nodes, groups are drawn among the present nodes. A leftover node is its own group. It sends nothing, and its
-outer step uses its own D. A node that was down takes the parameters of a node that stayed as its phi_i, and its
+If nodes are absent, groups are drawn among the present ones. A leftover node is its own group, sends nothing, and takes
+its outer step with its own D. A node that was down receives the parameters of a node that stayed as its phi_i, and its
 momentum starts at zero.
 """
 
@@ -46,10 +46,9 @@ class NoLoCoCommunicator(PeriodicModule):
     Args:
         H: inner steps of a round, as a number or a pure function of the round (from 0).
         group_size: n, the number of nodes in a group.
-        alpha: share of the momentum that an outer step keeps.
-        beta: factor of the group's mean change during the round.
-        gamma: factor of the pull toward the mean of the group's slow weights. None means beta, as in the published
-            code.
+        alpha: the share of the momentum that an outer step keeps.
+        beta: the factor of the group's mean change in the round.
+        gamma: the factor of the pull toward the group's mean slow weights. None means beta, as in the published code.
 
     State: the slow weights phi_i and the momentum delta_i of each node.
     """
@@ -80,7 +79,7 @@ class NoLoCoCommunicator(PeriodicModule):
         self.row_state |= {f"delta.{b}": x for b, x in enumerate(self.delta)}
 
     def groups(self, round_: int, present: Sequence[int]) -> list[list[int]]:
-        """Divide the nodes `present` into the random groups of round `round_`. Each node is in one group."""
+        """Divide the nodes `present` into the random groups of round `round_`, one group per node."""
         order = numpy_generator(self.run.seed, "noloco", round_).permutation(len(present)).tolist()
         size = self.group_size
         return [sorted(present[k] for k in order[at : at + size]) for at in range(0, len(order), size)]
@@ -103,7 +102,7 @@ class NoLoCoCommunicator(PeriodicModule):
 
 
 def _group_mean(fleet: Fleet, x: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Return (rows, ...), the mean of `x` over each node's group: swapped in pairs, reduced in larger groups."""
+    """Return the mean of `x` over each node's group, (rows, ...): by swaps in pairs, all-reduces in larger groups."""
     if max(map(len, groups)) > 2:
         return fleet.comm.all_reduce(x, "mean", groups=groups, out=x.clone())
     partner = list(range(fleet.num_nodes))
@@ -115,15 +114,17 @@ def _group_mean(fleet: Fleet, x: Tensor, groups: Sequence[Sequence[int]]) -> Ten
 class NoLoCoStrategy(CommunicateOptimizeStrategy):
     """NoLoCo: H local steps, then an outer step in small random groups, whose members move toward each other.
 
+    Use it when an all-reduce over all nodes is too slow, as with many nodes or some slow links.
+
         delta_i <- alpha delta_i + beta mean_G(theta - phi) + gamma (mean_G(phi) - phi_i);   phi_i <- phi_i + delta_i
 
-    phi_i are node i's slow weights, delta_i its momentum, and theta its parameters after the local steps. mean_G is the
-    mean over the group. Payload: 2 P b bytes per node every H steps, for P parameters of b bytes. The evaluation model
-    is the nodes' mean.
+    phi_i are node i's slow weights, delta_i is its momentum, theta its parameters after the local steps, and mean_G the
+    mean over the group. Evaluation uses the nodes' mean. Payload: 2 P b bytes per node every H steps, for P parameters
+    of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has Adam with
-            gradients clipped to the norm 1.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper uses Adam with
+            gradients clipped to norm 1.
         H, group_size, alpha, beta, gamma: see `NoLoCoCommunicator`.
 
     >>> strategy = NoLoCoStrategy(H=50, lr=6e-4, max_norm=1.0, lr_scheduler="cosine")
@@ -133,7 +134,7 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "noloco", "NoLoCo", "arXiv:2506.10911", "2 P b / H"
     ranges = ("alpha=0.0..0.9", "beta=0.2..1.0")
     equation = "delta_i <- alpha delta_i + beta mean_G D + gamma (mean_G phi - phi_i); phi_i <- phi_i + delta_i"
-    needs = "pairs of nodes every H steps; no all-reduce"
+    needs = "pairs, every H steps; no all-reduce"
     identities = (
         "n=N = diloco with heavy ball, eta=beta, mu=alpha",
         "alpha=0, beta=gamma=1 = averages of pairs",

@@ -1,4 +1,4 @@
-"""How a strategy written for one node takes its steps: the part of `Strategy` that runs in training."""
+"""The part of `Strategy` that runs in training: how a strategy written for one node takes its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exogym.strategy.schedule import Schedule, set_rates
 
 
 class OneNode:
-    """A node of many, with its model and its inner optimizer. `Strategy` describes the attributes and the methods."""
+    """One of many nodes, with its model and inner optimizer. `Strategy` describes its attributes and methods."""
 
     stacked = False
     overflowed = False
@@ -31,7 +31,7 @@ class OneNode:
     total_steps: int
 
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
-        """Set the node up, once before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
+        """Set up the node once before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
         self.model, self.rank, self.num_nodes = model, rank, num_nodes
         self.present = list(range(num_nodes))
         self.local_step = 0
@@ -45,9 +45,8 @@ class OneNode:
     def communicate_gradients(self) -> None:
         """Average the gradients over the present nodes, by an all-reduce.
 
-        The payload is P b bytes for P parameters of b bytes. As in torch's DDP, a node that has no gradient for a
-        parameter gives zeros if another node has a gradient for it. A parameter without a gradient on any node stays
-        unchanged.
+        The payload is P b bytes for P parameters of b bytes. As in torch's DDP, a parameter's missing gradient counts
+        as zeros if another node has one. A parameter without a gradient on any node stays unchanged.
         """
         parameters = self._parameters()
         mine = torch.tensor([p.grad is not None for p in parameters])
@@ -67,16 +66,15 @@ class OneNode:
         bare_step(self.optim)()
 
     def step(self) -> None:
-        """End the step: advance the learning-rate schedule. Overrides call `super().step()` last."""
+        """End the step by advancing the learning-rate schedule. Overrides call `super().step()` last."""
         self.local_step += 1
         self._set_lr()
 
     def rejoin(self, nodes: list[int], source: int) -> None:
-        """Adjust the state of this node after the nodes `nodes` have returned from an absence.
+        """Adjust this node's state after `nodes` have returned from an absence.
 
-        ExoGym calls this method on every present node before the first step of the returned nodes. The returned nodes
-        now hold the values of the node `source`. Override the method to reset a node's own state. The method may call
-        collectives:
+        ExoGym calls this method on every present node before the first step of the returned nodes, which now hold the
+        values of the node `source`. Override it to reset a node's own state; it may call collectives:
 
             if self.rank in nodes:
                 self.residual.zero_()
@@ -92,11 +90,11 @@ class OneNode:
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, columns: Columns = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    If a norm is NaN, nothing is scaled. So the NaN stays in its tensor, and messages can name this tensor.
+    If a norm is NaN, nothing is scaled, so that the NaN stays in its tensor and messages can name this tensor.
 
     Args:
-        stacked: whether each tensor is (rows, *shape). Then every row has its own norm.
-        columns: the processes that hold the same node's parameters. The norm is over all of them.
+        stacked: whether each tensor is (rows, *shape) and every row has its own norm.
+        columns: the processes that hold a node's parameters; the norm is over all of them.
     """
     if not grads:
         return

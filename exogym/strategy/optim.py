@@ -1,7 +1,7 @@
-"""Describe optimizers by name or class, and build them: torch's own, and any other that needs only gradients.
+"""Describe optimizers by name or class and build them: torch's own, and any other that needs only gradients.
 
-`optimizer_state` returns an optimizer's state. `load_optimizer_state` loads this state into another optimizer of the
-same kind:
+`optimizer_state` returns an optimizer's state, and `load_optimizer_state` loads it into another optimizer of the same
+kind:
 
 >>> layer = torch.nn.Linear(2, 1)
 >>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
@@ -43,24 +43,23 @@ class OptimSpec:
     """An optimizer class and its arguments, from which each node builds its own optimizer.
 
     Args:
-        cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`. Or a function
-            that gets the list of a node's parameters (with `groups`, the list of parameter groups) and returns an
-            optimizer of exactly these parameters. It is also called with two small matrices, to learn the rate.
-        groups: (pattern, options) pairs for parameter groups. The first pattern that matches a parameter sets the
-            parameter's options. For all other options the parameter takes the optimizer's own arguments. A pattern is
-            either a function of a parameter's name and the parameter, or text as for file names: "*.bias",
-            "layers.[01].*", where "*" stands for any text. Text must match the parameter's whole name. An "lr" is the
-            group's base rate, which schedules scale.
-        **kwargs: the optimizer's own arguments. Their names must be arguments of `cls`.
+        cls: a `torch.optim.Optimizer` class; its name in any case ("adamw"; "muon" is `MuonAdamW`); or a function that
+            receives the list of a node's parameters (with `groups`, of parameter groups) and returns an optimizer of
+            exactly these parameters. To find the learning rate, the function is also called with two small matrices.
+        groups: (pattern, options) pairs for parameter groups. A parameter takes the options of the first pattern that
+            matches it, and the optimizer's own arguments otherwise. A pattern is a function of a parameter's name and
+            the parameter, or a text that must match the whole name, as for file names ("*.bias", "layers.[01].*", where
+            "*" stands for any text). An "lr" is the group's base rate, which schedules scale.
+        **kwargs: the optimizer's own arguments, by the names that `cls` has.
 
     Attributes:
         make: the class or the function.
         cls: the class of the optimizers.
 
     Raises:
-        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients; or a
-            function returns anything but an optimizer of the parameters that it got. The error comes when a node builds
-            the optimizer, if a pattern matches no parameter or the optimizer lacks an option of `groups`.
+        ArgumentError: the optimizer or an argument is unknown, the optimizer needs more than gradients, or a function
+            returns anything but an optimizer of its parameters. When a node builds the optimizer: a pattern matches no
+            parameter, or the optimizer lacks an option of `groups`.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
@@ -79,7 +78,7 @@ class OptimSpec:
                 raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}", choices=_NAMES)
             cls = _NAMES[cls.lower()]
         if not (issubclass(cls, Optimizer) if isinstance(cls, type) else callable(cls)):
-            seen = f"an {type(cls).__name__} that is made already" if isinstance(cls, Optimizer) else repr(cls)
+            seen = f"an existing {type(cls).__name__}" if isinstance(cls, Optimizer) else repr(cls)
             raise ArgumentError(
                 f"an optimizer is a name, a torch.optim class, a function of the parameters or an OptimSpec, not {seen}"
             )
@@ -95,7 +94,7 @@ class OptimSpec:
         small = [*_small().values()]
         self.cls: type[Optimizer] = cls if isinstance(cls, type) else type(self._made(cls, small, kwargs, small))
         if (need := _need(self.cls)) is not None:
-            raise ArgumentError(f"{self.cls.__name__} cannot be used here: {need}; take AdamW or SGD")
+            raise ArgumentError(f"{self.cls.__name__} cannot be used here: {need}; use AdamW or SGD")
 
     def __repr__(self) -> str:
         pairs = (f"({name_of(pattern)}, {options!r})" for pattern, options in self.groups)
@@ -106,16 +105,16 @@ class OptimSpec:
 
     @property
     def is_function(self) -> bool:
-        """Whether a function makes the optimizers."""
+        """Whether a function builds the optimizers."""
         return not isinstance(self.make, type)
 
     def _made(
         self, make: Callable[..., Any], params: Any, kwargs: dict[str, Any], parameters: Collection[nn.Parameter]
     ) -> Optimizer:
-        """Return what `make` makes of `params`, the `parameters` or groups of them.
+        """Return the optimizer that `make` builds from `params`: the `parameters`, or groups of them.
 
         Raises:
-            ArgumentError: this fails, or a function returns anything but an optimizer of exactly the `parameters`.
+            ArgumentError: `make` fails, or returns anything but an optimizer of exactly the `parameters`.
         """
         try:
             with without_compiler():
@@ -127,12 +126,14 @@ class OptimSpec:
         if isinstance(make, type):
             return made
         if not isinstance(made, Optimizer):
-            raise ArgumentError(f"{self!r} returned {made!r}, wanted a torch.optim.Optimizer of the parameters it got")
+            raise ArgumentError(
+                f"{self!r} returned {made!r}: expected a torch.optim.Optimizer of the parameters that it received"
+            )
         held = {id(p) for group in made.param_groups for p in group["params"]}
         if held != {id(p) for p in parameters}:
             raise ArgumentError(
-                f"{self!r} returned an optimizer of {len(held)} parameters, which are not the {len(parameters)} that "
-                "it got: make it from all of them, and freeze the parameters that must not change"
+                f"{self!r} returned an optimizer of {len(held)} parameters instead of the {len(parameters)} that it "
+                "received: build it from all of them, and freeze the parameters that must not change"
             )
         return made
 
@@ -141,7 +142,7 @@ class OptimSpec:
         """Return an `OptimSpec` for an optimizer, with further arguments.
 
         Args:
-            given: the optimizer's name, its class, a function that makes it, or an `OptimSpec`.
+            given: the optimizer's name, its class, a function that builds it, or an `OptimSpec`.
             **overrides: arguments to add; None values are ignored.
 
         Raises:
@@ -160,7 +161,7 @@ class OptimSpec:
         return OptimSpec(spec.make, spec.groups, **kwargs)
 
     def base_lr(self) -> float:
-        """Return the optimizer's learning rate, which applies to each parameter whose group sets no rate.
+        """Return the optimizer's learning rate, for parameters whose group sets no rate.
 
         Raises:
             ArgumentError: the optimizer cannot be built, or has no learning rate.
@@ -169,7 +170,7 @@ class OptimSpec:
         if not isinstance(group.get("lr"), int | float | torch.Tensor):
             raise ArgumentError(
                 f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), but schedules and records need one: "
-                "write a Strategy whose step() steps this optimizer"
+                "write a Strategy whose step() calls this optimizer"
             )
         return float(group["lr"])
 
@@ -181,10 +182,10 @@ class OptimSpec:
     ) -> Optimizer:
         """Build the optimizer for `parameters`.
 
-        If the parameters allow it, the optimizer uses torch's fused kernel, unless an argument chooses another kernel.
+        The optimizer uses torch's fused kernel if the parameters allow it and no argument chooses another.
 
         Args:
-            parameters: a dict from names to parameters; or parameters in order, which get their numbers as names.
+            parameters: parameters by name, or in order (then their numbers are their names).
             may_fuse: whether the optimizer may use torch's fused kernel.
             hidden: names of the hidden matrices, which "muon" updates with Muon.
         """
@@ -216,17 +217,17 @@ class OptimSpec:
 
     @property
     def acts_on(self) -> str:
-        """Return "elements" if cutting a tensor in two does not change the optimizer's steps, otherwise "tensors"."""
+        """Return "elements" if splitting a tensor does not change the optimizer's steps, otherwise "tensors"."""
         return acts_on(OptimSpec(self.make, **self.kwargs))
 
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
-        """Take trial steps on copies of the parameters, unless the optimizer is torch's own.
+        """Take trial steps on copies of the parameters unless the optimizer is torch's own.
 
-        Return whether a step draws random numbers. For torch's own optimizers the result is False.
+        Return whether a step draws random numbers (False for torch's own optimizers).
 
         Raises:
-            ArgumentError: a step needs more than gradients or replaces the parameters' tensors, or the state cannot be
-                saved.
+            ArgumentError: a step needs more than gradients, replaces the parameters' tensors, or keeps state that
+                cannot be saved.
         """
         return not is_torchs(self.cls) and draws_random(self, named, hidden)
 
@@ -249,12 +250,12 @@ def remember_as_built(optimizer: Optimizer) -> Optimizer:
 
 
 def _small() -> dict[str, nn.Parameter]:
-    """Return two small matrices, by name, on which optimizers are tried."""
+    """Return two small matrices by name, on which optimizers are tried."""
     return {name: nn.Parameter(torch.zeros(1, 1)) for name in ("rest", "hidden")}
 
 
 def _need(cls: type[Optimizer]) -> str | None:
-    """Return what an optimizer needs but a row's step does not offer, as far as its class tells."""
+    """Return what the optimizer's class is known to need beyond a row's gradients, or None."""
     if issubclass(cls, torch.optim.LBFGS):
         return "it evaluates the loss several times per step through a closure"
     if issubclass(cls, torch.optim.SparseAdam):

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer: which parameters a pattern of names chooses, and which of them Muon trains."""
+"""Parameter groups of an optimizer: which parameters a pattern matches, and which parameters Muon trains."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def grouped(
     """Return the parameter groups, in the order of their first parameters.
 
     Args:
-        flag: the option that sends a group to Muon, or ""; by default the groups of the `hidden` matrices have it.
+        flag: the option that assigns a group to Muon, or ""; set by default for the `hidden` matrices.
 
     Raises:
-        ArgumentError: a pattern is no parameter's first match, or nothing is left for Muon.
+        ArgumentError: a pattern is no parameter's first match, or no parameter is left for Muon.
     """
     found: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, p in named.items():
@@ -72,7 +72,7 @@ def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:
 
 
 def _near(pattern: Pattern, names: list[str]) -> str:
-    """Return the parameters whose names resemble a pattern's text; if none does, the first ones."""
+    """Return the parameters whose names resemble a pattern's text, or the first parameters if none does."""
     if isinstance(pattern, str):
         text = pattern.strip("*.?")
         close = [n for n in names if difflib.get_close_matches(text, [n, *n.split("."), n.rpartition(".")[0]], n=1)]

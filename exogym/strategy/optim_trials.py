@@ -17,7 +17,7 @@ TRIAL_STEPS = 2
 
 
 def acts_on(spec: Any) -> str:
-    """Return "elements" if cutting a tensor in two does not change the steps of an `OptimSpec`, otherwise "tensors"."""
+    """Return "elements" if splitting a tensor does not change the steps of an `OptimSpec`, otherwise "tensors"."""
     start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
     ends = []
     for cuts in ([6], [3, 3]):
@@ -35,7 +35,7 @@ def draws_random(spec: Any, named: Mapping[str, nn.Parameter], hidden: Collectio
     """Take trial steps of an `OptimSpec` on copies of the parameters. Return whether a step draws random numbers.
 
     Raises:
-        ArgumentError: a step needs more than gradients or replaces the parameters' tensors, or the state cannot be
+        ArgumentError: a step needs more than gradients, replaces the parameters' tensors, or keeps state that cannot be
             saved.
     """
     copies = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in named.items()}
@@ -58,12 +58,12 @@ def draws_random(spec: Any, named: Mapping[str, nn.Parameter], hidden: Collectio
     except Exception as error:
         raise ArgumentError(
             f"{spec.cls.__name__} cannot be used here: a step on given gradients, without a closure or a graph, "
-            f"fails ({type(error).__name__}: {error}); take an optimizer whose step() needs only .grad"
+            f"fails ({type(error).__name__}: {error}); use an optimizer whose step() needs only .grad"
         ) from error
     if places != [p.data_ptr() for p in copies.values()]:
         raise ArgumentError(
             f"{spec.cls.__name__} cannot be used here: its step replaces parameters by new tensors "
-            "(p.data = ...), but parameters here are views of a row; take an optimizer that changes parameters in "
+            "(p.data = ...), but parameters here are views of a row; use an optimizer that changes parameters in "
             "place"
         )
     return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -73,5 +73,5 @@ def unsaved(cls: type[Optimizer], error: StrategyError) -> ArgumentError:
     """Return the error about an optimizer whose state cannot be saved, given the error of packing it."""
     what = str(error).partition(":")[0]
     return ArgumentError(
-        f"{cls.__name__} cannot be used here: its {what}; take an optimizer that keeps tensors and numbers"
+        f"{cls.__name__} cannot be used here: its {what}; use an optimizer that keeps tensors and numbers"
     )

@@ -1,11 +1,11 @@
 """Options that many constructors share. A typed dict names these options, and each default is written only once.
 
-A constructor names shared options by a typed dict behind `**`, which editors and type checkers show:
+A constructor takes shared options by a typed dict behind `**`, which editors and type checkers show:
 
     def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[InnerOptions]): ...
 
-`defined` records which callables use the typed dict's options, and takes each option's default from there. `taking`
-gives the constructor a signature with the names of all options. The constructor then refuses any other name.
+`defined` takes each option's default from the callables that use the typed dict's options. `taking` gives the
+constructor a signature with the names of all options, so that it refuses any other name.
 
 >>> import inspect
 >>> from typing import TypedDict, Unpack
@@ -36,16 +36,16 @@ _OPTIONS: dict[str, inspect.Parameter] = {}  # by name
 
 
 def defined(kind: type, *uses: Callable[..., Any]) -> None:
-    """Record the defaults of a typed dict's options, which are the defaults of the same arguments in `uses`.
+    """Record the defaults of a typed dict's options: the defaults of the same arguments in `uses`.
 
-    Options that are already known stay unchanged. An alias has the default of the argument for which it stands.
+    Known options stay unchanged. An alias has the default of its argument.
 
     Args:
         kind: the typed dict.
         *uses: callables whose arguments the options are.
 
     Raises:
-        KeyError: no callable in `uses` takes one of the options.
+        KeyError: an option is an argument of no callable in `uses`.
     """
     arguments = {name: p for use in uses for name, p in inspect.signature(use).parameters.items()}
     for name in kind.__annotations__.keys() - _OPTIONS.keys():
@@ -60,7 +60,7 @@ def parameters_of(kind: type) -> list[inspect.Parameter]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function`, with a typed dict's options instead of `**options: Unpack[...]`."""
+    """Return the signature of `function` with a typed dict's options instead of `**options: Unpack[...]`."""
     given = inspect.signature(function)
     parameters = list(given.parameters.values())
     last = parameters[-1] if parameters else None
@@ -81,7 +81,7 @@ def arguments_of(init: Callable[..., None]) -> inspect.Signature:
 
 
 def taking(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a constructor: it accepts exactly the arguments that `signature_of` returns, and their aliases."""
+    """Make a constructor accept exactly the arguments that `signature_of` returns, and their aliases (a decorator)."""
     signature = signature_of(init)
 
     @functools.wraps(init)
@@ -98,7 +98,7 @@ def _names(use: Callable[..., Any]) -> frozenset[str]:
 
 
 def split(options: Mapping[str, Any], use: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split `options` into two dicts: the options that the callable `use` takes, and all other options."""
+    """Split `options` into two dicts: those that the callable `use` takes, and all others."""
     names = _names(use)
     return (
         {name: value for name, value in options.items() if name in names},

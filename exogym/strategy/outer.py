@@ -1,4 +1,4 @@
-"""Parts of strategies with outer parameters theta: the outer optimizer, and the theta that each node last received."""
+"""Building blocks of strategies with outer parameters theta: the outer optimizer, and the theta each node last got."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float |
     """Return the `OptimSpec` of an outer optimizer.
 
     Args:
-        outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
-            paper.
-        outer_lr: the outer learning rate. None means 0.7 for 'sgd', otherwise the optimizer's default.
+        outer_optim: see `OuterRule`.         outer_lr: the outer learning rate. None means 0.7 for 'sgd', otherwise the
+            optimizer's default.
         outer_momentum: the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
 
     Raises:
-        ArgumentError: the learning rate or momentum is not a number, or out of range.
+        ArgumentError: the learning rate or momentum is not a number, or is out of range.
     """
     if outer_lr is not None and (isinstance(outer_lr, bool) or not isinstance(outer_lr, int | float) or outer_lr < 0):
-        remedy = ": give it as outer_lr_scheduler, a factor for each outer round" if callable(outer_lr) else ""
+        remedy = ": to change it over rounds, pass outer_lr_scheduler" if callable(outer_lr) else ""
         raise ArgumentError(f"outer_lr={outer_lr!r} must be a number of at least 0{remedy}")
     if outer_momentum is not None and not (isinstance(outer_momentum, int | float) and 0 <= outer_momentum < 1):
-        remedy = ": give it as outer_momentum_scheduler, a factor for each outer round"
+        remedy = ": to change it over rounds, pass outer_momentum_scheduler"
         remedy = remedy if callable(outer_momentum) else ""
         raise ArgumentError(f"outer_momentum={outer_momentum!r} must be a number from 0 to below 1{remedy}")
     if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":
@@ -56,13 +55,12 @@ class OuterRule:
         outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
             paper.
         outer_lr: eta, the outer learning rate. None means 0.7 for 'sgd', otherwise the optimizer's default.
-        outer_lr_scheduler: changes the outer learning rate over outer rounds, as `lr_scheduler` changes the inner rate
-            over steps: "constant", "cosine", "linear", a torch scheduler class, or a callable from the round to a
-            factor on eta.
+        outer_lr_scheduler: the schedule of the outer learning rate over outer rounds: "constant", "cosine", "linear", a
+            torch scheduler class, or a function that maps the round to a factor of eta.
         outer_warmup_rounds: number of outer rounds of linear warm-up.
         outer_momentum: mu, the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
-        outer_momentum_scheduler: changes the outer momentum in the same way, by a factor on mu. If the optimizer has
-            betas, the factor applies to the first beta.
+        outer_momentum_scheduler: the schedule of the outer momentum, with the same values. It scales the first beta if
+            the optimizer has betas.
     """
 
     def __init__(
@@ -82,10 +80,10 @@ class OuterRule:
 
 
 def few_rounds(strategy: Any, total_steps: int) -> str | None:
-    """Return a notice if nobody chose the outer rate and momentum, and the run has too few outer rounds for them.
+    """Return a notice if the outer rate and momentum are the defaults and the run has too few rounds for them.
 
-    Momentum mu adds up the outer gradients of the last 1 / (1 - mu) rounds: ten for 0.9. A shorter run ends while its
-    outer steps still grow, so the model overshoots.
+    A momentum of mu sums the outer gradients of about 1 / (1 - mu) rounds (ten for 0.9). In a shorter run outer steps
+    still grow at the end, so the model overshoots.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> few_rounds(DiLoCoStrategy(H=5), 100) is None, few_rounds(DiLoCoStrategy(H=5, outer_lr=0.4), 20) is None
@@ -106,12 +104,12 @@ def few_rounds(strategy: Any, total_steps: int) -> str | None:
         H: Any = getattr(module, "H", None) or getattr(module, "interval_steps", 1)
         count = -(-total_steps // H) if rounds is None else len(rounds.lengths(total_steps))
         if total_steps >= H and count < least:  # a run shorter than H has a warning of its own
-            more = f", or take {least} outer steps with H={total_steps // least}" if total_steps >= least else ""
+            more = f", or use H={total_steps // least} for {least} outer steps" if total_steps >= least else ""
             taken = f"{count} outer step{'s' * (count > 1)}"
             return (
                 f"{type(strategy).__name__} takes {taken} in {total_steps:,} steps, too few for the "
                 f"default outer_lr=0.7 and outer_momentum=0.9: momentum needs about {least}. In a short run, as in "
-                f"fine-tuning, give outer_lr=1.0, outer_momentum=0.0{more}"
+                f"fine-tuning, pass outer_lr=1.0, outer_momentum=0.0{more}"
             )
     return None
 
@@ -147,7 +145,7 @@ class OuterSteps(PeriodicModule):
         H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see
             `OuterRule`.
-        weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
+        weighting: "uniform", or "examples" to weight outer gradients by each node's number of examples (section 6.1).
     """
 
     weighted_means = True
@@ -182,24 +180,21 @@ defined(OuterStepsOptions, OuterSteps)
 
 
 class OuterOptimizer:
-    """The outer optimizer of a run. Its steps change the outer parameters in place.
+    """The outer optimizer of a run, which changes the outer parameters in place.
 
     Args:
         rule: the optimizer and its schedules.
         named: the outer parameters by name.
         hidden: names of the hidden matrices, which "muon" updates with Muon.
-        rounds: the run's number of outer rounds, for the schedules.
-
-    Raises:
-        ArgumentError: the optimizer draws random numbers, or `rule` schedules the momentum of an optimizer without
-            momentum.
+        rounds: the run's number of outer rounds, for the schedules.     Raises:
+        ArgumentError: the optimizer draws random numbers, or has no momentum for `outer_momentum_scheduler`.
     """
 
     def __init__(self, rule: OuterRule, named: Mapping[str, Tensor], hidden: frozenset[str], rounds: int):
         parameters = {name: nn.Parameter(x, requires_grad=False) for name, x in named.items()}
         if rule.spec.try_out(parameters, hidden):
             raise ArgumentError(
-                f"outer_optim={rule.spec!r} draws random numbers, which would differ between processes: take an "
+                f"outer_optim={rule.spec!r} draws random numbers, which would differ between processes: use an "
                 "optimizer that draws none"
             )
         self.rule, self.parameters = rule, list(parameters.values())
@@ -207,10 +202,10 @@ class OuterOptimizer:
         self.rates = Schedule(rule.lr_scheduler, rule.warmup_rounds, rounds, rule.spec.base_lr())
         self.factors = Schedule(rule.momentum_scheduler, 0, rounds, 1.0)
         if not self.factors.is_constant and not any(map(_momentum, self.optimizer.param_groups)):
-            raise ArgumentError(f"outer_momentum_scheduler: {rule.spec!r} has no momentum: take outer_optim='sgd'")
+            raise ArgumentError(f"outer_momentum_scheduler: {rule.spec!r} has no momentum: use outer_optim='sgd'")
 
     def step(self, gradients: Sequence[Tensor], round_: int) -> None:
-        """Take the outer step of round `round_` (from 0), with one gradient for each outer parameter tensor."""
+        """Take the outer step of round `round_` (from 0) with one gradient per outer parameter tensor."""
         for p, g in zip(self.parameters, gradients, strict=True):
             p.grad = g
         set_rates(self.optimizer, self.rates, round_)
@@ -240,7 +235,7 @@ class OuterOptimizer:
         load_optimizer_state(self.optimizer, tensors)
 
     def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
-        """Return which slice of the state tensor `name` this process holds, or None if it holds all of it.
+        """Return the slice of the state tensor `name` that this process holds, or None if it holds all of it.
 
         Args:
             shape: the tensor's shape.
@@ -257,9 +252,8 @@ def _momentum(group: dict[str, Any]) -> str | None:
 class Received:
     """The outer parameters theta that each node last received, for runs in which nodes can miss synchronizations.
 
-    A node that misses a synchronization keeps its parameters. Its next outer gradient Delta_i is the theta that this
-    node last received, minus the node's parameters. So this class keeps a copy of an older theta as long as a node
-    needs it. Other code changes `theta` in place.
+    The outer gradient Delta_i of a node that has missed synchronizations is the theta that it last received minus its
+    parameters, so this class keeps a copy of an older theta while a node needs it. Other code changes `theta` in place.
 
     Args:
         num_nodes: the number of nodes.
@@ -276,12 +270,12 @@ class Received:
         return self.earlier.get(int(self.last[node]), self.theta)
 
     def differences(self, fleet: Fleet, k: int, x: Tensor, out: Tensor) -> Tensor:
-        """Write each present node's outer gradient into `out`, and return `out`.
+        """Write each present node's outer gradient into `out` and return `out`.
 
-        The outer gradient is the theta that the node last received, minus the node's row of `x`.
+        The outer gradient is the theta that the node last received minus the node's row of `x`.
 
         Args:
-            fleet: the fleet, which knows the present nodes.
+            fleet: the fleet, for the present nodes.
             k: the number of the tensor of theta.
             x: the nodes' parameters, (rows, p).
             out: where to write, (rows, p).
@@ -294,7 +288,7 @@ class Received:
         return out
 
     def renew(self, takers: Sequence[int]) -> None:
-        """Prepare for a new theta, which only the nodes `takers` receive: copy the old theta if other nodes need it."""
+        """Prepare for a new theta that only the nodes `takers` receive: copy the old one if other nodes need it."""
         self.last[list(takers)] = self.number + 1
         if bool((self.last == self.number).any()):
             self.earlier[self.number] = [theta.clone() for theta in self.theta]
@@ -302,7 +296,7 @@ class Received:
         self._forget()
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """Record that the nodes `nodes`, which have returned, now have the newest theta."""
+        """Record that the returned `nodes` now have the newest theta."""
         self.last[list(nodes)] = self.number
         self._forget()
 

@@ -1,15 +1,15 @@
-"""Outer parameters, for strategies with late averages, with fragments, or with nodes that keep a share of their values.
+"""Outer parameters for strategies with late averages, with fragments, or whose nodes keep a share of their values.
 
-theta are the outer parameters of the whole model or of a fragment, theta_i are node i's parameters, and OuterOpt is the
-outer optimizer. Delta is the mean outer gradient, over the present nodes. At a synchronization, a node keeps the share
-alpha of its theta_i:
+theta are the outer parameters of the whole model or a fragment, theta_i node i's parameters, and OuterOpt is the outer
+optimizer. Delta is the mean outer gradient over the present nodes. In a synchronization, a node keeps the share alpha
+of its theta_i:
 
     Delta   = mean_i (theta - theta_i)          # sent after a step t
     theta   <- OuterOpt(theta, Delta)           # after step t + delay
     theta_i <- alpha theta_i + (1 - alpha) theta
 
-Streaming DiLoCo, delayed DiLoCo, PULSELoCo, SlowMo, Pier and SNOO use this module. DiLoCo itself, with alpha = 0, no
-delay and one fragment, is written out in `exogym.strategy.diloco`.
+Streaming DiLoCo, delayed DiLoCo, PULSELoCo, SlowMo, Pier and SNOO use this module. DiLoCo itself (alpha = 0, no delay,
+one fragment) is written out in `exogym.strategy.diloco`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
 class Codec(Protocol):
     """Encodes outer gradients for sending.
 
-    `encode` turns a (rows, p) tensor into one or several tensors with as many rows. `decode` turns these tensors back.
+    `encode` turns a (rows, p) tensor into one or several tensors with as many rows, and `decode` reverses it.
     """
 
     def encode(self, x: Tensor) -> Sequence[Tensor]: ...
@@ -42,7 +42,7 @@ class Codec(Protocol):
 
 @dataclass
 class Flight:
-    """An average that nodes have sent and that has not arrived yet.
+    """A pending average, which nodes have sent and not yet received.
 
     Attributes:
         mean: the average, a (1, p) tensor for each piece of the fragment.
@@ -58,20 +58,20 @@ class Flight:
 
 
 class OuterParameters:
-    """The outer parameters theta of a fragment, in one copy for all nodes, with their outer optimizer.
+    """The outer parameters theta of a fragment, one copy for all nodes, with their outer optimizer.
 
     Args:
         rule: the outer optimizer and its schedules.
         rounds: the run's number of outer rounds, for the schedules.
         fragment: the part of the model. None means all parameters.
         delay: steps from sending an average to its arrival.
-        keep: alpha. At a synchronization a node mixes alpha times its parameters with (1 - alpha) times theta.
+        keep: alpha, the share of its parameters that a node keeps in a synchronization.
         weights: the nodes' weights in the mean, (num_nodes,). None means equal weights.
-        codec: a function that returns the encoder for a piece of the fragment. If None, nodes send plain values, by an
+        codec: a function that returns the encoder for a piece of the fragment. None means plain values, by an
             all-reduce.
 
-    If nodes also send at the step at which an average arrives, all present nodes take the new theta. Otherwise only the
-    present senders of this average take the new theta. All other nodes keep their parameters (see `Received`).
+    If nodes also send at the step at which an average arrives, all present nodes receive the new theta. Otherwise only
+    the average's senders that are present do, and all other nodes keep their parameters (see `Received`).
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class OuterParameters:
         return fleet.comm.all_reduce(x, "mean", weights=self.weights, out=None if all_present(fleet) else x)
 
     def equal_parameters(self, fleet: Fleet) -> list[Tensor]:
-        """Return the parameters of nodes that are all equal, (1, p) for each piece. Nodes send nothing."""
+        """Return the parameters of equal nodes, (1, p) for each piece. Nodes send nothing."""
         return [shared_row(fleet, piece.take(piece.block.params)).clone() for piece in self.fragment]
 
     def views(self, x: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of the parameters in `x`, which has a (1, p) tensor for each piece."""
+        """Return the parameters' tensors in `x`, (1, p) for each piece."""
         return [view[0] for piece, x_k in zip(self.fragment, x, strict=True) for _, view in piece.views(x_k)]
 
     def arrive(self, fleet: Fleet, flight: Flight, takers: Sequence[int]) -> None:
-        """Take the outer step with the arrived average `flight`, and give the new theta to the nodes `takers`."""
+        """Take the outer step with the arrived average `flight`, and give theta to the nodes `takers`."""
         self.received.renew(takers)
         self.optimizer.step(self.views(flight.mean), flight.round_)
         self.give(fleet, takers)
@@ -157,11 +157,11 @@ class OuterParameters:
         return True
 
     def finish(self, fleet: Fleet, step: int, round_: int | None) -> None:
-        """Synchronize at the end of a run. Use the average that nodes have sent and that has not arrived yet.
+        """Synchronize at the end of a run, using the pending average.
 
         Args:
-            round_: the number of the outer round whose steps are not sent yet. Nodes also send and use the average of
-                these steps. None means that all steps are sent.
+            round_: the outer round whose steps nodes have not sent, which they then also average. None if there are
+                none.
         """
         left = None if round_ is None else self.send(fleet, step, round_)
         self._wait(fleet)
@@ -178,15 +178,15 @@ class OuterParameters:
         return [i for i in flight.senders if i in fleet.comm.present]
 
     def expect_nothing(self, fleet: Fleet) -> None:
-        """Start with an average of zeros that is still to arrive.
+        """Start with a pending average of zeros.
 
-        Strategies call this method if an average takes a whole round to arrive.
+        For strategies whose averages take a whole round to arrive.
         """
         nothing = [torch.zeros_like(theta) for theta in self.theta]
         self.flight = Flight(nothing, list(range(fleet.num_nodes)), 0, self.delay)
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """Record that the nodes `nodes`, which have returned, now have the newest theta."""
+        """Record that the returned `nodes` now have the newest theta."""
         self.received.rejoin(nodes)
 
     # The state in a checkpoint
@@ -209,7 +209,7 @@ class OuterParameters:
         self.optimizer.load_state(below("outer.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return which slice of the tensor `name` this process holds, or None if it holds all (see `Stateful.cut`)."""
+        """Return the slice of the tensor `name` that this process holds; None: all of it (see `Stateful.cut`)."""
         kind, _, rest = name.partition(".")
         if kind in ("theta", "earlier", "flight"):
             piece = self.fragment[int(rest.rpartition(".")[2])]
@@ -219,7 +219,7 @@ class OuterParameters:
 
 
 class OuterModule(PeriodicModule):
-    """Base class of modules that synchronize outer parameters of the whole model at the end of rounds.
+    """Base class of modules that synchronize the whole model's outer parameters at the end of rounds.
 
     Subclasses set `outer` in `start`.
     """

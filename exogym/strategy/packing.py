@@ -35,10 +35,10 @@ def pack(
     """Return a description of `value` for JSON, and add its tensors to `tensors`.
 
     Args:
-        path: the value's name, such as "state.0". The names of the value's tensors begin with `path`.
+        path: the value's name, such as "state.0", with which the names of its tensors begin.
         tensors: the dict that receives the tensors.
-        own: a dict from a parameter's id to its number, for parameters that are saved elsewhere.
-        constant: further types, whose values need not be saved.
+        own: the numbers of parameters that are saved elsewhere, by the parameter's id.
+        constant: further types whose values need not be saved.
 
     Raises:
         StrategyError: a value has a type that cannot be saved.
@@ -69,7 +69,7 @@ def pack(
         if any(not isinstance(key, str | int | float) and id(key) not in own for key in value):
             raise StrategyError(
                 f"attribute {path!r} is a dict with keys other than text, numbers and the model's parameters, so it "
-                "cannot be saved: use only keys of these types"
+                "cannot be saved: use only such keys"
             )
         return {
             "dict": [
@@ -94,12 +94,12 @@ def pack(
 
 
 def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: list[nn.Parameter]) -> Any:
-    """Return the value that `pack` described; change the object `existing` in place where possible.
+    """Return the value that `pack` described, changing the object `existing` in place where possible.
 
-    Return `KEEP` if the value was not saved and there is no `existing` object.
+    Return `KEEP` if the value was not saved and `existing` is missing.
 
     Raises:
-        StrategyError: the checkpoint has the state of an object that the new run lacks.
+        StrategyError: the checkpoint contains the state of an object that the new run lacks.
     """
     kind = next(iter(packed))
     content = packed[kind]
@@ -136,8 +136,7 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
         return before
     if existing is None:
         raise StrategyError(
-            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: make the {kind} in "
-            "_init_node"
+            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: create it in _init_node"
         )
     if kind == "module":
         existing.load_state_dict({key: tensors[f"{content}.{key}"] for key in packed["keys"]})
@@ -154,7 +153,7 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
 
 
 def as_text(skeleton: Any) -> Tensor:
-    """Write a value as JSON, and return the text's bytes as a tensor."""
+    """Return a value's JSON as a tensor of bytes."""
     return torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
 
 
@@ -170,11 +169,11 @@ def packed_beside(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all of an optimizer's state, as named tensors.
+    """Return an optimizer's whole state as named tensors.
 
-    The tensors of `optimizer.state` are named "<parameter's number>.<entry>". The tensor "skeleton" holds all other
-    values, as bytes of JSON: the numbers in `optimizer.state`, and the entries of `param_groups` and attributes that
-    have changed since the optimizer was built.
+    The tensors of `optimizer.state` are named "<parameter's number>.<entry>". The tensor "skeleton" holds the rest as
+    bytes of JSON: the numbers in `optimizer.state`, and the entries of `param_groups` and attributes that have changed
+    since the optimizer was built.
 
     Raises:
         StrategyError: a value has a type that cannot be saved.
@@ -205,10 +204,9 @@ def optimizer_cut(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], slots: Sequence[tuple[Layout, Slot]], name: str,
     shape: Sequence[int],
 ) -> Cut | None:  # fmt: skip
-    """Return which slice of the tensor `name` of `optimizer_state` this process holds, or None if it holds all of it.
+    """Return the slice of the tensor `name` of `optimizer_state` that this process holds, or None if it holds all.
 
-    An entry with its parameter's shape is split between processes like the parameter. Each process holds all other
-    entries whole.
+    An entry with its parameter's shape is split between processes like the parameter; others are whole in each.
 
     Args:
         parameters: the optimizer's parameters.
@@ -226,8 +224,8 @@ def optimizer_cut(
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
     """Load copies of the tensors that `optimizer_state` returned into `optimizer`.
 
-    As in torch, each copy lies on its parameter's device. Only "step" lies on the CPU, unless the optimizer is fused or
-    capturable.
+    As in torch, each copy is on its parameter's device, except that "step" is on the CPU unless the optimizer is fused
+    or capturable.
     """
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     parameters = [p for _, p in places]
@@ -298,7 +296,7 @@ def _beside(optimizer: Optimizer, groups: Sequence[dict[str, Any]], tensors: dic
 
 
 def _same(a: Any, b: Any, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    """Tell whether two packed values and their tensors are equal."""
+    """Return whether two packed values and their tensors are equal."""
     if a != b:
         return False
     if isinstance(a, dict):

@@ -1,18 +1,18 @@
 """Which clients take part in federated rounds: clients and islands drawn at random, or clients that a server asks.
 
-All draws depend only on (seed, round). So every process computes the draws itself, and no node sends them.
+All draws depend only on (seed, round), so every process computes them itself and no node sends them.
 
 A server that asks only available clients (`Participation`) works as in Bonawitz et al., `Towards Federated Learning at
-Scale`, arXiv:1902.01046. It asks k clients for their reports (the updates). If no report comes, the server gives the
-round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
+Scale`, arXiv:1902.01046. It asks k clients for their reports (the updates), and gives up a round without reports.
+Client i takes t_i seconds for its local steps. Round r begins at T_r:
 
     asked      k of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
     reports    of asked clients that stay available until T_r + t_i
     T_r+1      = T_r + t_i of the last report
 
-The seed, the round's number, the step times and the trace of availability determine all values. So runs repeat exactly,
-and checkpoints need not save anything.
+All values follow from the seed, the round's number, the step times and the trace of availability, so runs are
+reproducible and checkpoints save nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class ClientDraws:
     """Draws a round's clients and islands. `AveragingCommunicator` describes the other arguments.
 
     Args:
-        by_chance: whether each node is a client with probability `client_fraction`, independently. `privacy` needs
-            True.
+        by_chance: whether each node is a client with probability `client_fraction`, independently, as `privacy` needs.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -55,18 +54,18 @@ class ClientDraws:
         self.samples = client_fraction < 1 or by_chance
 
     def sizes(self, N: int) -> tuple[int, int]:
-        """Return the number of clients in a round among N nodes, and the number of nodes in an island."""
+        """Return the number of clients in a round of N nodes, and the number of nodes in an island."""
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
 
     def couples_every(self, H: float, N: int) -> float:
-        """Return the number of steps until N nodes have exchanged the whole model once, if a round has H steps."""
+        """Return the number of steps until N nodes have exchanged the whole model once, for rounds of H steps."""
         clients, island = self.sizes(N)
         rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
         return H * rounds * N / clients
 
     def seats(self, N: int) -> int | None:
-        """Return the largest number of nodes that act in a round; None if all N nodes act or islands have no server."""
+        """Return the largest number of nodes that act in a round, or None if all do or islands have no server."""
         clients, island = self.sizes(N)
         if island < clients:
             return None
@@ -76,7 +75,7 @@ class ClientDraws:
         return clients if clients < N else None
 
     def clients(self, N: int, seed: int, round_: int) -> list[int]:
-        """Return the sorted ids of the clients that are drawn for a round."""
+        """Return the sorted ids of a round's clients."""
         if self.by_chance:
             chance = numpy_generator(seed, "private clients", round_).random(N)
             return np.flatnonzero(chance < self.client_fraction).tolist()
@@ -84,7 +83,7 @@ class ClientDraws:
         return sorted(drawn.tolist())
 
     def islands(self, clients: list[int], seed: int, round_: int) -> list[list[int]]:
-        """Divide a round's `clients` into islands: disjoint groups that average separately."""
+        """Divide a round's `clients` into islands, which average separately."""
         if self.island_size is None or self.island_size >= len(clients):
             return [clients]
         order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
@@ -108,9 +107,9 @@ class Round:
     """A round on the server's clock.
 
     Attributes:
-        begin_s, end_s: the round's begin and end, in seconds.
+        begin_s, end_s: the round's start and end in seconds.
         asked: the clients that the server asked.
-        reported: the clients whose reports came.
+        reported: the clients whose reports arrived.
     """
 
     begin_s: float
@@ -132,9 +131,8 @@ class Participation:
         seed: the run's seed, from which the server draws clients.
         num_nodes: N, the number of clients.
         wanted: k, the clients that the server asks in a round.
-        work: a function from a round's number to the clients' local steps, as (N,) values or one number for all
-            clients.
-        step_s: seconds of a step at speed 1, as (N,) values or one number for all clients.
+        work: a function of a round's number that returns the clients' local steps, (N,) or one number for all.
+        step_s: seconds of a step at speed 1, (N,) or one number for all.
         availability: when clients are available, and their speeds.
 
     >>> from exogym.faults import Devices
@@ -160,7 +158,7 @@ class Participation:
         self._known: dict[int, Round] = {}
 
     def of(self, number: int) -> Round:
-        """Return the round with the number `number`, counted from 0."""
+        """Return round number `number` (from 0)."""
         while len(self._begins) <= number:
             last = len(self._begins) - 1
             held = self._known[last] if last in self._known else self._held(last)
@@ -179,15 +177,14 @@ class Participation:
     def figures(self, ended: int) -> dict[str, float]:
         """Return figures for the history after `ended` rounds.
 
-        These are the server's time, the clients asked and reports counted in the last round, and the number of rounds
-        given up.
+        They are the server's time, the clients asked and reporting in the last round, and the number of failed rounds.
         """
         last = self.of(ended - 1)
         found = {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
         return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
-        """Return the seconds that remain in round `number` after the slowest of `clients` has computed at speed 1."""
+        """Return the seconds left in round `number` after the slowest of `clients` has computed at speed 1."""
         work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
         held = self.of(number)
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))

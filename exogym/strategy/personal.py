@@ -1,20 +1,19 @@
 """Personal parameters: parameters and buffers that stay with each client, which sends only the others.
 
-With `personal` a client averages and receives the shared parameters only. The personal parameters u_i change only in
-client i's local steps:
+With `personal`, clients average and receive only the shared parameters theta. The personal parameters u_i change only
+in client i's local steps:
 
     (theta_i, u_i) <- local steps from (theta, u_i);   theta <- sum_i n_i theta_i / sum_i n_i;   u_i stays
 
-theta are the shared parameters, theta_i client i's values of them, and n_i is client i's number of examples. With
-parameters of b bytes, a client sends P_s b bytes in a round: P_s is the number of shared parameters. An estimate before
-a run (`plan`, `advise`) counts all P parameters, because P_s depends on the model.
+theta_i are client i's values of theta, and n_i is client i's number of examples. A client sends P_s b bytes in a round,
+for P_s shared parameters of b bytes. Estimates before a run (`plan`, `advise`) count all P parameters, because P_s
+depends on the model.
 
 A client that does not take part in a round keeps its u_i. A node that was down returns with the u_i of its last
-synchronization; all P parameters count as received bytes then.
+synchronization, and all P parameters count as received bytes.
 
-Without a server, the evaluation model has the mean of all u_i. With a server (`client_fraction`, FedOpt), the
-evaluation model has the first values of the u_i, because the server knows no u_i. Evaluate each client's own model
-instead.
+Evaluation uses the mean of all u_i or, if there is a server (`client_fraction`, FedOpt), the initial u_i, because the
+server knows no others. Evaluate each client's own model instead.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from exogym.errors import ArgumentError, check_count
 from exogym.strategy.fragments import fragment_of
 
 NO_PRIVACY = {
-    "privacy": "clipping would count the movement of parameters that are never sent: take fedavg, fedopt or fedprox "
+    "privacy": "clipping would count the movement of parameters that are never sent: use fedavg, fedopt or fedprox "
     "without personal parameters"
 }
 Names = Callable[[Fleet], Sequence[str]]  # the names of a fleet's personal parameters and buffers
@@ -65,7 +64,7 @@ def last_layers(names: Sequence[str], count: int) -> list[str]:
 
 
 class Personal:
-    """The parameters and buffers that stay with each client, and every client's values of them.
+    """The parameters and buffers that stay with each client, with every client's values.
 
     Args:
         given: a pattern of names (`fnmatch`) or several, the number of last layers, or a function of the fleet.
@@ -104,7 +103,7 @@ class Personal:
             found = fnmatch.filter(known, pattern)
             if not found:
                 shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
-                raise ArgumentError(f"personal={pattern!r} matches no parameter and no buffer: there are {shown}")
+                raise ArgumentError(f"personal={pattern!r} matches no parameter and no buffer: the model has {shown}")
             chosen.update(found)
         return chosen
 
@@ -120,7 +119,7 @@ class Personal:
         return cut_of(piece.block.layout, piece.slots)
 
     def keep(self, fleet: Fleet, nodes: Sequence[int]) -> None:
-        """Record the values of `nodes`, at the end of a round in which they took part."""
+        """Record the values of `nodes` at the end of a round in which they took part."""
         rows = rows_of(fleet, nodes)
         for piece, own in zip(self.pieces, self.own, strict=True):
             own[rows] = piece.take(piece.block.params)[rows]
@@ -128,7 +127,7 @@ class Personal:
             own[rows] = fleet.buffers[name][rows]
 
     def give(self, fleet: Fleet, nodes: Sequence[int]) -> None:
-        """Give `nodes` their own values again, after other code has overwritten their rows."""
+        """Restore the values of `nodes` after other code has overwritten their rows."""
         rows = rows_of(fleet, nodes)
         for piece, own in zip(self.pieces, self.own, strict=True):
             values = piece.take(piece.block.params).clone()
@@ -138,6 +137,6 @@ class Personal:
             fleet.buffers[name][rows] = own[rows]
 
     def forget(self, fleet: Fleet, theta: Sequence[Tensor]) -> None:
-        """Give the personal columns of the server's `theta`, (1, P) per block, their values at the run's start."""
+        """Set the personal columns of the server's `theta`, (1, P) per block, to their initial values."""
         for piece, first in zip(self.pieces, self.first, strict=True):
             piece.put(theta[fleet.blocks.index(piece.block)], first)

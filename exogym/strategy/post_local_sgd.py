@@ -1,21 +1,21 @@
 """Post-local SGD: averaged gradients first, local steps later.
 
 Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. N nodes have the parameters theta_i and the
-gradients g_i, and Opt is the inner optimizer. Nodes switch from the first line to the second after step t0:
+gradients g_i, and Opt is the inner optimizer. After step t0, nodes switch from the first line to the second:
 
     t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
     t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps t0 + H, t0 + 2 H, ...: theta_i <- (1/N) sum_j theta_j
 
-The switch keeps the inner optimizers' states. Nodes never average these states.
+The inner optimizers keep their states, which nodes never average.
 
 Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx
-= rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD
-the method equals DDP, too. torch's version has the same averages with `post_localSGD_hook` (`start_localSGD_iter=t0`)
-and `PeriodicModelAverager(period=H, warmup_steps=t0 + H - 1)`. With `warmup_steps=t0` torch averages after steps
-t0 + 1, t0 + 1 + H, ...: with plain SGD that is this method with t0 + 1, because an average after one step from equal
-parameters is a step of DDP. torch's version can also continue to average gradients inside a machine.
+= rx = 2 (N-1)/N P b. The method equals DDP if t0 is at least the run's number of steps, or if t0 = 0, H = 1 and the
+optimizer is plain SGD. Absent nodes are handled as in DDP up to t0, and as in local SGD later.
 
-Absent nodes are handled as in DDP up to t0, and as in local SGD later.
+torch's `post_localSGD_hook` (`start_localSGD_iter=t0`) with `PeriodicModelAverager(period=H, warmup_steps=t0 + H - 1)`
+takes the same averages. With `warmup_steps=t0`, torch averages after steps t0 + 1, t0 + 1 + H, ...; with plain SGD that
+is this method with t0 + 1, because an average after one step from equal parameters is a step of DDP. torch's version
+can also keep averaging gradients inside a machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EarlyGradientAverage(GradientAverage):
-    """Average the nodes' gradients up to and including step `stop`. Later each node uses its own gradient."""
+    """Average the nodes' gradients up to and including step `stop`; later each node uses its own."""
 
     def __init__(self, stop: int):
         super().__init__()
@@ -40,7 +40,7 @@ class EarlyGradientAverage(GradientAverage):
         self.stop, self.bucket_bytes = stop, None  # later gradients are not summed
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return []  # the repeated collectives follow this phase
+        return []  # the repeated collectives come after this phase
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         if step <= self.stop:
@@ -48,7 +48,7 @@ class EarlyGradientAverage(GradientAverage):
 
 
 class LateAverage(PeriodicModule):
-    """Average the nodes' parameters at the end of each round of `H` steps. The first round begins after `after`."""
+    """Average the nodes' parameters after each round of `H` steps; the first round begins after step `after`."""
 
     weighted_means = True
 
@@ -61,7 +61,7 @@ class LateAverage(PeriodicModule):
         return [Traffic("all_reduce", P * b, self.interval_steps)]
 
     def next_event(self, step: int) -> int:
-        """Return the next step at which nodes meet. At step `after` they are equal: they meet without sending."""
+        """Return the next step at which nodes meet; at step `after` they are equal and send nothing."""
         return self.after if step < self.after else self.after + super().next_event(step - self.after)
 
     def sends_parameters(self, step: int) -> bool:
@@ -82,19 +82,20 @@ class LateAverage(PeriodicModule):
 class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     """Post-local SGD: DDP up to step t0, local SGD after it.
 
+    Use it when local steps from the start cost quality and the network can carry DDP for a while.
+
         t <= t0:  theta_i <- Opt(theta_i, clip(mean_j g_j))
         t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j after steps t0 + H, t0 + 2 H, ...
 
-    Node i has the parameters theta_i and the gradient g_i; t is the step and Opt the inner optimizer.
-
-    Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes.
+    Node i has the parameters theta_i and the gradient g_i; t is the step and Opt the inner optimizer. Payload: P b
+    bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Up to `start_step`, clipping
-            acts on the averaged gradient; later on each node's own gradient.
-        H: steps between averages of the parameters; the first average comes H steps after `start_step`. torch's
-            `PeriodicModelAverager` does the same with `warmup_steps=start_step + H - 1`.
-        start_step: t0, the number of first steps with averaged gradients. The paper switches when the learning rate
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the averaged
+            gradient up to `start_step`, and on each node's own gradient later.
+        H: steps between averages of the parameters. The first average is taken H steps after `start_step`, which equals
+            torch's `PeriodicModelAverager` with `warmup_steps=start_step + H - 1`.
+        start_step: t0, the number of initial steps with averaged gradients. The paper switches when the learning rate
             first decays.
 
     >>> strategy = PostLocalSGDStrategy("sgd", H=16, start_step=500, lr=0.1)
@@ -103,7 +104,7 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "post_local_sgd", "Post-local SGD", "arXiv:1808.07217", "P b / H"
     ranges = ()
     equation = "t <= t0: as ddp; later as fedavg: theta_i <- mean_j theta_j every H steps"
-    needs = "all nodes at every step up to start_step, then every H steps"
+    needs = "all nodes, every step up to start_step, then every H steps"
     identities = (
         "t0 over all steps = ddp",
         "t0=0 = fedavg",

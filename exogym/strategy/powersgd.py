@@ -1,26 +1,26 @@
 """PowerSGD: nodes average each matrix's gradient as a product of two thin matrices, by a step of power iteration.
 
-Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is taken as an n x m matrix, where n is its
-first dimension. For each matrix, node i has the gradient G_i and the error E_i, which its earlier messages left out. r
-is the rank. The rule equals torch's `powerSGD_hook`:
+Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is treated as an n x m matrix, where n is
+its first dimension. For each matrix, node i has the gradient G_i and the error E_i that its earlier messages left out.
+r is the rank. The rule equals torch's `powerSGD_hook`:
 
     M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
 
-orth makes a matrix's columns orthonormal, and Opt is the inner optimizer. Q, m x r, is the same on all nodes. The nodes
-draw Q once from the seed, and each step starts from the last step's Q (warm start). The error is the difference from
-the common approximation G (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0 at first,
-sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and all other
-matrices travel uncompressed, in the first of a step's two all-reduces.
+orth makes a matrix's columns orthonormal, and Opt is the inner optimizer. Q, m x r, is the same on all nodes: they draw
+it once from the seed, and each step starts from the last step's Q (warm start). The error is the difference from the
+common approximation G (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same), so sum_t G + mean_i E_i =
+sum_t mean_i G_i if E_i = 0 at first. A matrix is compressed if (n + m) r min_rate < n m. Vectors and all other matrices
+are sent uncompressed in the first of a step's two all-reduces.
 
 Payload per step, in two all-reduces, with b bytes per element: r (n + m) b bytes for each compressed matrix, and b
-bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: b bytes for each
-parameter. Unless `advise` knows the model, it assumes that all P parameters are in matrices of d x d, with
-d = (32 P / 3)^(1/3) (see `side_of`): 2 r b / d bytes for each parameter.
+bytes for each other element. In the first `start_step` steps, nodes send all gradients uncompressed (b bytes per
+parameter). Unless `advise` knows the model, it assumes that all P parameters are in d x d matrices with d = (32 P /
+3)^(1/3) (see `side_of`), which takes 2 r b / d bytes per parameter.
 
-With absent nodes, means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
-node returns. The returning node continues at the fleet's step. It receives parameters, buffers, inner optimizer state
-and Q from a node that stayed, by a broadcast.
+If nodes are absent, means are over the present ones, and an absent node's error does not change until the node returns
+and its error becomes zero. A returning node receives parameters, buffers, inner optimizer state and Q from a node that
+stayed, by a broadcast, and continues at the fleet's step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from exogym.strategy.traffic import Traffic, shapes_of
 
 
 def side_of(P: float) -> float:
-    """Return d, if P parameters are in matrices of d x d, as in a transformer of GPT-3's shape.
+    """Return d for P parameters in d x d matrices, as in a transformer of GPT-3's shape.
 
     Such a model has L layers of 12 d^2 parameters each (Kaplan et al., arXiv:2001.08361), and d is 128 L (Brown et al.,
     arXiv:2005.14165: 96 layers of width 12,288).
@@ -60,12 +60,11 @@ class LowRankMean(GradientModule):
     """Replace the gradients by a low-rank approximation of their mean over the nodes, with error feedback.
 
     Args:
-        rank: r, the rank of the approximations; an n x m matrix takes min(r, n, m).
-        start_step: number of first steps in which nodes average uncompressed gradients.
+        rank: r, the rank of the approximations; an n x m matrix has rank min(r, n, m).
+        start_step: number of initial steps in which nodes average uncompressed gradients.
         min_rate: a matrix is compressed if compression makes it smaller by more than this factor.
 
-    State: the error of each node, (rows, P) for P parameters; the matrices Q of the power iteration, one copy for all
-    nodes.
+    State: each node's error, (rows, P), and the matrices Q of the power iteration, one copy for all nodes.
     """
 
     acts_on = "tensors"
@@ -90,7 +89,7 @@ class LowRankMean(GradientModule):
         return [Traffic("all_reduce", first * b), *([Traffic("all_reduce", second * b)] if second else [])]
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Return n, m and the rank of a parameter, taken as an n x m matrix, or None if it is not compressed."""
+        """Return n, m and the rank of a parameter as an n x m matrix, or None if it is not compressed."""
         if not shape:
             return None
         n, m = shape[0], math.prod(shape[1:])
@@ -130,7 +129,7 @@ class LowRankMean(GradientModule):
         broadcast_buffers(fleet)
 
     def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:
-        """Return (1, P), the mean as all nodes then know it, and keep in `E` the rest."""
+        """Return the approximate mean, (1, P), and keep the rest in `E`."""
         M = G + E
         shapes = {slot: shape for slot in block.layout if (shape := self.matrix(slot.shape)) is not None}
         rest = [slot for slot in block.layout if slot not in shapes]
@@ -156,7 +155,7 @@ class LowRankMean(GradientModule):
 
 
 def mean_parts(fleet: Fleet, parts: Sequence[Tensor]) -> list[Tensor]:
-    """All-reduce (rows, ...) parts as one; return their means, (...) each."""
+    """All-reduce (rows, ...) parts together, and return their means, (...) each."""
     if not parts:
         return []
     mean = shared_row(fleet, fleet.comm.all_reduce(torch.cat(list(parts), 1), "mean"))[0]
@@ -164,7 +163,7 @@ def mean_parts(fleet: Fleet, parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Return an (n, r) matrix with orthonormal columns, which span the columns of `x`, also (n, r).
+    """Return an (n, r) matrix with orthonormal columns that span the columns of `x`, (n, r).
 
     The computation is in fp32, or in fp64 if `x` is in fp64.
     """
@@ -173,23 +172,25 @@ def orthogonal(x: Tensor) -> Tensor:
 
 
 def products(views: Tensor, thin: Tensor) -> Tensor:
-    """Multiply (rows, n, m) by (m, r), node by node, because a batched product may round differently."""
+    """Multiply (rows, n, m) by (m, r), node by node because a batched product may round differently."""
     return torch.stack([node.clone() @ thin for node in views])
 
 
 class PowerSGDStrategy(CommunicateOptimizeStrategy):
     """PowerSGD: nodes average rank-r approximations of their gradients, with error feedback.
 
+    Use it for large matrices and many nodes, because it needs only all-reduces.
+
         P <- orth(mean_i (G_i + E_i) Q);   Q <- mean_i (G_i + E_i)^T P;   G = P Q^T;   E_i <- G_i + E_i - G
 
-    For an n x m matrix of parameters, node i has the gradient G_i and the error E_i, which its earlier messages left
-    out. All nodes step along G. orth makes columns orthonormal, and each step starts from the last step's Q.
+    For an n x m matrix of parameters, node i has the gradient G_i and the error E_i that its earlier messages left out,
+    and all nodes step along G. orth makes columns orthonormal, and each step starts from the last step's Q.
 
     Payload: r (n + m) b bytes per matrix, node and step, and b bytes per element of other parameters.
 
     Args:
-        rank: r, the rank of the approximations. The paper takes 1 to 4 for images, 4 to 32 for language.
-        start_step: number of first steps in which nodes average uncompressed gradients (torch's hook has 1000).
+        rank: r, the rank of the approximations. The paper uses 1 to 4 for images, 4 to 32 for language.
+        start_step: number of initial steps in which nodes average uncompressed gradients (1000 in torch's hook).
         min_rate: a matrix is compressed if (n + m) r min_rate < n m, as in torch's hook.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The inner optimizer (and its
             momentum) and clipping act on the approximation G.
@@ -201,7 +202,7 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "powersgd", "PowerSGD", "arXiv:1905.13727", "2 rank P b / (32 P / 3)^(1/3)"
     ranges = ()
     equation = "P <- orth(mean_i (G_i + E_i) Q); Q <- mean_i (G_i + E_i)^T P; G = P Q^T; E_i <- G_i + E_i - G"
-    needs = "all nodes twice at every step, with r (n + m) of n m elements"
+    needs = "all nodes, twice every step; r (m + n) of m n elements"
     identities = ("full rank = ddp", "= torch's powerSGD_hook", "sum_t G + mean_i E_i = sum_t mean_i G_i")
 
     def __init__(

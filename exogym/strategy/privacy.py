@@ -1,21 +1,21 @@
 """Differential privacy of clients: bound and count how much a run reveals about any client.
 
 McMahan, Ramage, Talwar, Zhang, Learning Differentially Private Recurrent Language Models, arXiv:1710.06963 (DP-FedAvg,
-flat clipping, fixed denominator). theta are the server's parameters, theta_i the parameters of client i after its local
-steps. In each round each of N clients takes part with probability q, independently of the others:
+flat clipping, fixed denominator). theta are the server's parameters, theta_i client i's parameters after its local
+steps. In each round, each of N clients takes part with probability q, independently of the others:
 
     Delta_i <- Delta_i min(1, C / |Delta_i|)                          Delta_i = theta_i - theta, at the client
     theta   <- theta + (sum of Delta_i + noise) / (q N)               noise ~ N(0, (z C)^2) in each element
 
-C bounds the norm of an update, and z is the noise multiplier. A round without any client adds noise, too. All clients
-have equal weights, because unequal weights would need a bound, too.
+C bounds the norm of an update, and z is the noise multiplier. Even a round without clients adds noise. All clients have
+equal weights, because unequal weights would need a bound, too.
 
 Two sets of clients are neighbors if they differ in one client. One round is a Gaussian mechanism with noise multiplier
-z under Poisson sampling with rate q. The epsilon spent after R rounds follows from composing R such mechanisms,
-computed by Renyi accounting (`dp-accounting`).
+z under Poisson sampling with rate q; the epsilon spent after R rounds composes R of them, by Renyi accounting
+(`dp-accounting`).
 
-Bytes: the same as for FedAvg with sampled clients. The noise follows from the run's seed. Anybody who knows the seed
-can subtract the noise.
+Bytes are as in FedAvg with sampled clients. The noise follows from the run's seed, so anyone who knows the seed can
+subtract it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DifferentialPrivacy:
     probability q.
 
     Args:
-        clip: C, the largest 2-norm of a client's update. A longer update is scaled down to this norm.
-        noise_multiplier: z. In each element the noise has the standard deviation z C. With z = 0 updates are only
+        clip: C, the largest 2-norm of a client's update. Longer updates are scaled down to it.
+        noise_multiplier: z; the noise has the standard deviation z C in each element. With z = 0, updates are only
             clipped, and epsilon is infinite.
         delta: the delta in (epsilon, delta) differential privacy, usually less than 1 / N.
 
@@ -68,7 +68,7 @@ class DifferentialPrivacy:
         accounting()
 
     def epsilon(self, rate: float, rounds: int) -> float:
-        """Return the epsilon spent by `rounds` rounds in which each client takes part with probability `rate`."""
+        """Return the epsilon spent in `rounds` rounds in which each client takes part with probability `rate`."""
         if not rounds:
             return 0.0
         if not self.noise_multiplier:
@@ -85,10 +85,10 @@ class DifferentialPrivacy:
             log.setLevel(before)
 
     def clip_rows(self, fleet: Fleet, rows: Sequence[int], theta: Sequence[Tensor]) -> None:
-        """Shorten the updates of the local rows `rows` to the norm `clip`, in place. Shorter updates stay unchanged.
+        """Scale the updates of the local rows `rows` down to a norm of at most `clip`, in place.
 
         Args:
-            theta: the server's parameters, (1, P) per block. A row's update is the row minus `theta`.
+            theta: the server's parameters, (1, P) per block; a row's update is the row minus `theta`.
         """
         for row in rows:
             moved = [block.params[row] - x[0] for block, x in zip(fleet.blocks, theta, strict=True)]
@@ -101,7 +101,7 @@ class DifferentialPrivacy:
         """Return the noise for a mean over `clients` clients, in the shape of `like`.
 
         Args:
-            clients: the expected number of clients in a round; may be a fraction.
+            clients: the expected number of clients in a round, possibly a fraction.
             seed, *ids: values that determine the noise.
         """
         drawn = torch.randn(like.shape, generator=generator(seed, "privacy", *ids), dtype=torch.float64)
@@ -111,7 +111,7 @@ class DifferentialPrivacy:
 def check_privacy(given: Any) -> None:
     """Raise ArgumentError unless `given` is a `DifferentialPrivacy` or None."""
     if not isinstance(given, DifferentialPrivacy | None):
-        raise ArgumentError(f"privacy={given!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
+        raise ArgumentError(f"privacy={given!r} must be a DifferentialPrivacy, such as DifferentialPrivacy(1.0, 1.0)")
 
 
 def accounting() -> Any:

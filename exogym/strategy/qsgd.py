@@ -1,15 +1,15 @@
-"""QSGD: nodes round their gradients to a few levels at random, so that the expected value stays exact.
+"""QSGD: nodes round their gradients to a few levels at random, so that their expected value stays exact.
 
-Alistarh et al., arXiv:1610.02132. The gradient g of a node is cut into buckets of d numbers. In each bucket an entry
-g_j becomes Q(g_j), which is one of s levels, or 0. All nodes then step with the mean over the N nodes. Opt is the inner
+Alistarh et al., arXiv:1610.02132. A node's gradient g is divided into buckets of d numbers, in which each entry g_j
+becomes Q(g_j), one of s levels or 0. All nodes then step with the mean over the N nodes, where Opt is the inner
 optimizer:
 
     a_j = |g_j| s / |g|_2;   level_j = floor(a_j), or one more with probability a_j - floor(a_j)
     Q(g_j) = |g|_2 sign(g_j) level_j / s;   g = mean_i Q(g_i),   theta <- Opt(theta, clip(g))
 
 With the expected value E, each bucket has E Q(g) = g and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node
-draws its own random numbers from (seed, step, node). So the nodes' errors are independent, and the mean's variance
-falls as 1/N.
+draws its own random numbers from (seed, step, node), so the nodes' errors are independent and the mean's variance falls
+as 1/N.
 
 Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step for P parameters; all-gather, tx = rx =
 (N-1) payload. All codes have the same length (the paper's Elias coding is shorter). Absent nodes are handled as in DDP:
@@ -31,17 +31,18 @@ from exogym.strategy.strategy import InnerOptions
 class QSGDStrategy(CommunicateOptimizeStrategy):
     """QSGD: nodes average stochastically quantized gradients.
 
+    Use it for few nodes on slow links when the mean gradient must stay unbiased; received bytes grow with N.
+
         g = mean_i Q(g_i), with E Q(g_i) = g_i;   theta <- Opt(theta, clip(g))
 
-    Q rounds the gradient g_i of node i at random, and E is the expected value. Opt is the inner optimizer.
-
-    Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per node and step, for P parameters.
+    Q rounds the gradient g_i of node i at random, E is the expected value, and Opt the inner optimizer. Payload: ceil(P
+    (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per node and step, for P parameters.
 
     Args:
-        levels: s, the number of levels without zero. A code takes 1 + ceil(log2(s + 1)) bits. For the paper's 4 bits
-            take 7 levels, for its 8 bits 127.
+        levels: s, the number of levels besides zero. A code takes 1 + ceil(log2(s + 1)) bits: 4 bits for 7 levels, 8
+            bits for 127.
         bucket: d, the number of entries that share a norm.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the mean.
 
     >>> strategy = QSGDStrategy(inner_optim="sgd", levels=7, lr=0.1)
     """
@@ -51,7 +52,7 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
     temporary_rows = 10.4
     payload = "ceil(P (1 + ceil(log2(levels + 1))) / 8) + 4 ceil(P / bucket)"
     equation = "g = mean_i Q(g_i), E Q(g_i) = g_i; theta <- Opt(theta, clip(g))"
-    needs = "all nodes at every step; received bytes grow with N"
+    needs = "all nodes, every step"
     identities = ("levels=2^20 = ddp within 1e-5", "the mean over draws = the gradient")
 
     def __init__(

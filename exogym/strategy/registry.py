@@ -1,4 +1,4 @@
-"""Strategies by name: read a strategy from text, as on the command line (`diloco:H=20`), or list all in a table."""
+"""Strategies by name: parse a strategy from text, as on the command line (`diloco:H=20`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
-_ELSEWHERE = {  # methods that are options of other strategies, by the names in papers
+_ELSEWHERE = {  # methods that are options of other strategies here, by their names in papers
     "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
     "hierarchical_diloco": "diloco:island_size=2:island_H=10", "delayed_nesterov": "async_diloco", "muon": "muloco",
     "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
@@ -29,20 +29,20 @@ _ELSEWHERE = {  # methods that are options of other strategies, by the names in 
 
 
 def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> Strategy:
-    """Return the strategy that a text describes: `name`, or `name:option=value:option=value`.
+    """Return the strategy that a text describes: `name` or `name:option=value:option=value`.
 
     Args:
-        text: a name in `STRATEGIES`, then arguments of its class. A value is read as a whole number, another number,
-            `true`, `false` or `none` if possible, otherwise as text.
-        **defaults: values for arguments named in `DEFAULTS`. A default applies if the class takes the argument and the
-            text does not set it. `outer_lr` applies only if the text does not set `outer_optim`; `outer_momentum` only
-            if the text sets neither `outer_optim` nor `outer_lr`; `lr` only if the text does not set `inner_lr`.
-            `inner_optim` applies only to a class whose equation allows this optimizer (`only_inner`).
-        lr_for: the optimizer for which the default `lr` was chosen, such as a task's "adamw". If the strategy takes SGD
-            instead, `lr` does not apply. None means that `lr` was chosen for the optimizer that the strategy takes.
+        text: a name in `STRATEGIES`, then arguments of its class. A value is parsed as an integer, a float, `true`,
+            `false` or `none` if possible, otherwise as text.
+        **defaults: values for the arguments in `DEFAULTS`. A default applies if the class accepts the argument and the
+            text does not set it. In addition, `outer_lr` requires that the text does not set `outer_optim`;
+            `outer_momentum`, neither `outer_optim` nor `outer_lr`; `lr`, not `inner_lr`; and `inner_optim`, a class
+            whose equation allows this optimizer (`only_inner`).
+        lr_for: the optimizer for which the default `lr` was chosen, such as a task's "adamw"; `lr` then does not apply
+            to a strategy that uses SGD. None means the strategy's own optimizer.
 
     Raises:
-        ArgumentError: a strategy or option is unknown (the message names the nearest), or a value is not allowed.
+        ArgumentError: a strategy or option is unknown (the message suggests the nearest), or a value is not allowed.
 
     >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
     {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
@@ -101,12 +101,12 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
 
 
 def averages_of(kind: type[Strategy]) -> tuple[str, ...]:
-    """Return the options of an `Averaging` that a class takes."""
+    """Return the options of an `Averaging` that a class accepts."""
     return getattr(kind, "averages", ())
 
 
 def written_options(kind: type[Strategy]) -> dict[str, inspect.Parameter]:
-    """Return a class's options by name, as a text has them: with the options of its `Averaging` among them.
+    """Return a class's options by name, as in a text: with the options of its `Averaging` among them.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> [name for name in written_options(DiLoCoStrategy) if name in ("averaging", "transport")]
@@ -121,11 +121,11 @@ def written_options(kind: type[Strategy]) -> dict[str, inspect.Parameter]:
 
 
 def unknown(name: str, *further: str) -> ArgumentError:
-    """Return the error for an unknown strategy. The message suggests the method's name in ExoGym, or the nearest name.
+    """Return the error for an unknown strategy, which suggests the method's name in ExoGym or the nearest name.
 
     Args:
         name: the unknown name.
-        *further: known names beside `STRATEGIES`.
+        *further: known names besides `STRATEGIES`.
 
     >>> print(unknown("fedadam"))
     unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here
@@ -139,7 +139,7 @@ def unknown(name: str, *further: str) -> ArgumentError:
 
 
 def is_ours(kind: type[Strategy]) -> bool:
-    """Return whether a class belongs to ExoGym: to `exogym.strategy`, or to `exogym.contrib`."""
+    """Return whether a class belongs to ExoGym (`exogym.strategy` or `exogym.contrib`)."""
     return kind.__module__.startswith((f"{__package__}.", f"{CONTRIB}."))
 
 

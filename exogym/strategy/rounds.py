@@ -11,18 +11,17 @@ from exogym.errors import ArgumentError, check_count
 
 
 class Rounds:
-    """The rounds of a run, for an H that is a number or a function.
+    """The rounds of a run, for an H that is a number or a function of the round.
 
-    Rounds end after the steps H, 2 H, ... if H is a number. If H is a function of the round's number, rounds end after
-    the steps H(0), H(0) + H(1), ... The function must be pure: for the same round it returns the same number, in every
-    process and after a stop.
+    Rounds end after the steps H, 2 H, ... or, if H is a function of the round's number, after H(0), H(0) + H(1), ...
+    The function must be pure: it returns the same number for the same round in every process and after a resume.
 
     Args:
-        H: steps of a round, at least 1, or a function from the round's number (from 0) to its steps.
+        H: steps of a round, at least 1, or a function that maps the round's number (from 0) to its steps.
 
     Raises:
-        ArgumentError: H is anything else, or two calls of the function for a round return different numbers. A function
-            may also cause this error later, when a round begins.
+        ArgumentError: H is anything else, or two calls of the function for a round return different numbers; a function
+            may also raise it later, when a round begins.
 
     Attributes:
         foreseen: whether the lengths of future rounds are known.
@@ -47,7 +46,7 @@ class Rounds:
         check_count(f"H({number})", given)
         if (again := self.H(number)) != given:  # type: ignore[operator]
             raise ArgumentError(
-                f"H({number}) gave {given} and then {again}: H must be a pure function of the round, without "
+                f"H({number}) returned {given} and then {again}: H must be a pure function of the round, without "
                 "random numbers or counters"
             )
         self._ends.append(self._ends[-1] + given)
@@ -61,18 +60,18 @@ class Rounds:
         return self._ends[bisect_right(self._ends, step)]
 
     def of_step(self, step: int) -> int:
-        """Return the number (from 0) of the round to which the step number `step` (from 1) belongs."""
+        """Return the round (from 0) that contains step number `step` (from 1)."""
         if isinstance(self.H, int):
             return (step - 1) // self.H
         self.end_after(step)
         return bisect_left(self._ends, step) - 1
 
     def lengths(self, total_steps: int) -> list[int]:
-        """Return the number of steps of each round that begins within the first `total_steps` steps."""
+        """Return the length of each round that begins within the first `total_steps` steps."""
         return self.first(self.of_step(total_steps) + 1)
 
     def first(self, count: int) -> list[int]:
-        """Return the number of steps of each of the first `count` rounds."""
+        """Return the lengths of the first `count` rounds."""
         if isinstance(self.H, int):
             return [self.H] * count
         while len(self._ends) <= count:
@@ -84,7 +83,7 @@ RoundLength = int | Callable[[int], int] | Rounds
 
 
 def check_one_length(H: Any, name: str) -> None:
-    """Raise an error if H is not a number, for a strategy or module whose rounds all have the same length.
+    """Check that H is a number, for a strategy or module whose rounds all have the same length.
 
     Args:
         H: steps of a round.

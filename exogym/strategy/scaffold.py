@@ -1,22 +1,21 @@
 """SCAFFOLD: FedAvg whose clients correct their gradients for the difference between their data and everyone's.
 
-Karimireddy et al., arXiv:1910.06378. The server has the parameters theta and the control variate c, client i has the
-control variate c_i; c and c_i are zero at first. K is the number of a round's local steps. In a round, client i starts
-with y_i = theta:
+Karimireddy et al., arXiv:1910.06378. The server has the parameters theta and the control variate c, and client i the
+control variate c_i; c and c_i start at zero. K is the number of a round's local steps. In a round, client i starts with
+y_i = theta:
 
     y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                  # K local steps from theta
     c_i+ = (1/K) sum of the round's g_i(y_i)                 # SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
     theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
 
-eta_l is the clients' learning rate and eta_g the server's; g_i is client i's gradient. N counts all clients, S are the
-round's clients. With SGD the paper's option II equals the mean of the round's local gradients. This code computes the
-mean, so it also works for any other inner optimizer and schedule. The mean is over gradients of the loss, before
-clipping and without the inner optimizer's weight decay.
+eta_l is the clients' learning rate and eta_g the server's; g_i is client i's gradient, N counts all clients, and S are
+the round's clients. With SGD, the paper's option II equals the mean of the round's local gradients. This code computes
+that mean, of gradients before clipping and weight decay, so it also works for other inner optimizers and schedules.
 
 Payload: 2 P b bytes per client every H steps, for P parameters of b bytes: y_i and c_i+ - c_i, each sent as in FedAvg.
-With absent nodes, S counts only the present clients. A node that missed a synchronization continues, and its next c_i+
-is the mean over all its steps since the last synchronization in which it took part. A node that was down keeps its c_i,
-and receives c with the parameters: 2 P b bytes.
+If nodes are absent, S counts only the present clients. A node that missed a synchronization continues, and its next
+c_i+ is the mean over all its steps since its last synchronization. A node that was down keeps its c_i and receives c
+with the parameters, 2 P b bytes.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ from exogym.strategy.traffic import Traffic
 class ControlVariates(RoundModule, Corrects):
     """Add c - c_i to every local gradient of client i, and update c and c_i at the end of each round.
 
-    c is the server's control variate and c_i client i's. In the list of modules, this module stands before the
-    averaging.
+    c is the server's control variate and c_i client i's. This module precedes the averaging in the list of modules.
 
-    State: c, one copy for all nodes; c_i and the sum of a round's gradients, (rows, P) each; the number of gradients in
-    this sum, (rows, 1).
+    State: c, one copy for all nodes; c_i and the sum of a round's gradients, (rows, P) each; the number of these
+    gradients, (rows, 1).
     """
 
     weighted_means = False  # c is a sum over clients
@@ -108,20 +106,20 @@ class ControlVariates(RoundModule, Corrects):
 class ScaffoldStrategy(CommunicateOptimizeStrategy):
     """SCAFFOLD: FedAvg with control variates, which correct each local gradient for the client's own data.
 
+    Use it when clients' data differ and each client returns often, because its c_i is old otherwise.
+
         g_i <- g_i + c - c_i at every local step;   c_i <- mean of the round's g_i;   c <- c + sum_i (change of c_i) / N
 
     g_i is the gradient of client i, c_i its control variate, c the server's control variate, and N the number of
-    clients.
-
-    Payload: 2 P b bytes per client every H steps, for P parameters of b bytes.
+    clients. Payload: 2 P b bytes per client every H steps, for P parameters of b bytes.
 
     Args:
         server_lr: eta_g, the server's learning rate.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. By
             default clients have equal weights, as in the paper.
         averaging: an `Averaging` with a `transport`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
-            The paper's is SGD.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer, SGD in the paper;
+            see `Strategy`.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
     """
@@ -129,15 +127,15 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     temporary_rows = 4.0
     name, title, paper, payload = "scaffold", "SCAFFOLD", "arXiv:1910.06378", "2 P b / H"
     ranges = ("server_lr=0.3..1.5",)
-    equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
-    needs = "all nodes twice every H steps; with client_fraction a server and the sampled clients"
+    equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c likewise; then as fedavg"
+    needs = "clients, twice every H steps"
     averages = ("transport",)
     not_taken: ClassVar = {
         "transport": FLAT["transport"],
-        "personal": "a client's control variate covers all parameters, also those that stay with the client: take "
+        "personal": "a client's control variate covers all parameters, also those that stay with the client: use "
         "fedavg, fedprox or fedopt",
         "privacy": "a client also sends its control variate, which depends on all its gradients. Clipping it and "
-        "adding noise would be another method: take fedavg, fedopt or fedprox",
+        "adding noise would be another method: use fedavg, fedopt or fedprox",
     }
     identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
 

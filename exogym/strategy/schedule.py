@@ -25,15 +25,14 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 class Schedule:
     """The learning rate at each step of a run.
 
-    The learning rate at step t = 0, 1, ... is the base rate times a factor. With W steps of warm-up and T steps in all,
-    the factor is (t + 1) / W for t < W, and shape((t - W) / (T - W)) later. The shape is the constant 1, the cosine (1
-    + cos(pi x)) / 2, or the line 1 - x. A schedule can also give factors for another hyper-parameter, such as the outer
-    momentum.
+    The learning rate at step t = 0, 1, ... is the base rate times a factor: (t + 1) / W in the W steps of warm-up (t <
+    W), then shape((t - W) / (T - W)) for T steps in all, where the shape is the constant 1, the cosine (1 + cos(pi x))
+    / 2, or the line 1 - x. A schedule can also give factors for another hyper-parameter, such as the outer momentum.
 
     Args:
-        scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class, or a `functools.partial` of such
-            a class with its arguments; or a callable from the step to a factor. None means constant. If a torch class
-            takes T_max, total_steps or total_iters, the default is T - W. Only the learning rate follows the schedule,
+        scheduler: "constant", "cosine" or "linear"; a `torch.optim.lr_scheduler` class, or a `functools.partial` of one
+            with its arguments; or a function that maps the step to a learning-rate factor. None means constant. T_max,
+            total_steps and total_iters of a torch class default to T - W. Only the learning rate follows the schedule,
             so OneCycleLR does not cycle the momentum.
         warmup_steps: W, steps of linear warm-up.
         total_steps: T, all steps of the run.
@@ -62,7 +61,7 @@ class Schedule:
     def lr(self, step: int, base_lr: float | None = None) -> float:
         """Return the learning rate at a node's step `step`, counted from 0.
 
-        `base_lr` is the base rate of a parameter group. None means the schedule's own base rate.
+        `base_lr` is a parameter group's base rate. None means the schedule's own.
         """
         base = self.base_lr if base_lr is None else base_lr
         if step < self.warmup_steps:
@@ -84,11 +83,10 @@ BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its base ra
 
 
 def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
-    """Set the learning rate of each parameter group for a node's step `step`, by scaling the group's base rate.
+    """Set each parameter group's learning rate for a node's step `step` by scaling the group's base rate.
 
-    A group's first rate is its base rate, and `schedule` gives the factor. If a group's rate differs from the rate that
-    this function last set, then the user, a torch scheduler or the optimizer has changed it. This function leaves such
-    a rate as it is.
+    A group's first rate is its base rate. If its rate differs from the rate set here last, the user, a torch scheduler
+    or the optimizer has changed it, and it stays as it is.
     """
     for group in optimizer.param_groups:
         given = group.get(GIVEN)
@@ -109,9 +107,9 @@ def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
 
 
 def forget_rates(optimizer: Optimizer) -> None:
-    """Set parameter groups that follow the schedule back to their base rates.
+    """Reset parameter groups that follow the schedule to their base rates.
 
-    So no rate in a checkpoint depends on the step.
+    Rates in checkpoints then do not depend on the step.
     """
     for group in optimizer.param_groups:
         if GIVEN in group and group["lr"] == group[GIVEN]:
@@ -128,7 +126,7 @@ def check_schedule(
 ) -> None:
     """Raise ArgumentError if a learning-rate schedule cannot be built.
 
-    `ReduceLROnPlateau` is refused, because it follows a metric, and nodes train without metrics between evaluations.
+    `ReduceLROnPlateau` is refused because it follows a metric, which nodes lack between evaluations.
 
     Args:
         scheduler: see `Schedule`.

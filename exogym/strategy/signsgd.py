@@ -5,18 +5,16 @@ with the inner optimizer SGD(gamma), takes the step
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
-A tie in the vote gives 0. One bit cannot stand for zero. If an entry of node i's gradient is exactly zero at step t,
-node i votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
+A tie in the vote gives 0. Because one bit cannot represent zero, an entry of node i's gradient that is exactly zero at
+step t votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
 
-EF-signSGD of Karimireddy et al., arXiv:1901.09847, gives node i an error e_i (see `compressed_gradients`). For each
+EF-signSGD of Karimireddy et al., arXiv:1901.09847, keeps an error e_i on node i (see `compressed_gradients`). For each
 tensor of d entries:
 
     p_i = gamma g_i + e_i;   q_i = (|p_i|_1 / d) sign(p_i);   e_i <- p_i - q_i;   theta <- theta - mean_i q_i
 
 with sign(0) = +. Payload: ceil(P / 8) bytes, and 4 bytes per tensor. Both methods use an all-gather, tx = rx = (N-1)
-payload with N nodes.
-
-With absent nodes, only the present nodes vote. Everything else is as in `compressed_gradients`.
+payload with N nodes. If nodes are absent, only the present ones vote; everything else is as in `compressed_gradients`.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class MajorityVote(GradientModule):
-    """Replace each entry of the gradients by the majority of all nodes' signs: +1, -1, or 0 for a tie."""
+    """Replace each gradient entry by the majority of all nodes' signs: +1, -1, or 0 for a tie."""
 
     clip_first = True  # clipping does not change a sign
 
@@ -65,17 +63,17 @@ class MajorityVote(GradientModule):
 class SignSGDStrategy(CommunicateOptimizeStrategy):
     """signSGD: nodes send one bit per gradient entry and step along the majority of the signs.
 
+    Use it for few nodes on slow links; received bytes grow with N.
+
         theta <- theta - gamma sign(sum_i sign(g_i))
 
-    theta are the parameters, g_i is the gradient of node i, and gamma the learning rate.
-
-    Payload: P / 8 bytes per node and step, for P parameters.
+    theta are the parameters, g_i is the gradient of node i, and gamma the learning rate. Payload: P / 8 bytes per node
+    and step, for P parameters.
 
     Args:
-        error_feedback: whether nodes send the scaled signs of gradient plus error, and average these messages
-            (EF-signSGD). If False, nodes take a majority vote.
+        error_feedback: if True, nodes average the scaled signs of gradient plus error (EF-signSGD) instead of voting.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A vote moves every parameter by
-            the learning rate, so start at 1e-3 or below. With error feedback take SGD's usual rate; clipping acts on
+            the learning rate, so start at 1e-3 or below. With error feedback, use SGD's usual rate; clipping acts on
             each node's own gradient.
 
     >>> strategy = SignSGDStrategy(inner_optim="sgd", lr=1e-3)
@@ -85,7 +83,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
     name, title, paper, payload = "signsgd", "signSGD", "arXiv:1802.04434", "P / 8"
     ranges = ()
     equation = "theta <- theta - gamma sign(sum_i sign(g_i))"
-    needs = "all nodes at every step, one bit per parameter; received bytes grow with N"
+    needs = "all nodes, every step; one bit per parameter"
     identities = ("N=1 = the sign of the gradient", "error feedback: sent + kept = gamma sum g_i")
 
     def __init__(

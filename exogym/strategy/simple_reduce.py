@@ -5,12 +5,12 @@ gradients of N nodes, theta are the parameters, and Opt is the inner optimizer:
 
     g = (1/N) sum_i g_i,   theta <- Opt(theta, clip(g))
 
-Per step: payload P b bytes per node, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b.
+Payload per step: P b bytes per node, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b.
 
-With absent nodes, the mean is over the n present nodes, and only these nodes step. Each present node sends 2 (n-1)/n P
-b bytes; a single present node sends nothing. A returning node takes parameters, buffers and inner optimizer state from
-a node that stayed, and continues at the fleet's step. So all nodes are equal again. The broadcast takes P b bytes and
-the state's bytes. A node that loses a synchronization misses this step.
+If nodes are absent, the mean is over the n present ones, and only they step. Each sends 2 (n-1)/n P b bytes; a single
+present node sends nothing. A returning node receives parameters, buffers and inner optimizer state from a node that
+stayed, by a broadcast of P b bytes and the state's bytes, and continues at the fleet's step, so that all nodes are
+equal again. A node that loses a synchronization misses this step.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from exogym.strategy.traffic import Traffic
 
 
 class GradientAverage(GradientModule):
-    """Replace every node's gradient by the mean over nodes. Parameters without a gradient on any node stay unchanged.
+    """Replace every node's gradient by the mean over nodes; parameters without a gradient on any node stay unchanged.
 
-    As in torch's DDP (`broadcast_buffers`), all nodes copy the buffers of the present node with the lowest rank. The
-    traffic counts the bytes of buffers separately.
+    As in torch's DDP (`broadcast_buffers`), all nodes copy the buffers of the present node with the lowest rank, whose
+    bytes are counted separately.
 
     Args:
-        bucket_size_mb: MiB per bucket of gradients. A bucket may be summed while backward still runs.
+        bucket_size_mb: MiB per bucket of gradients, which may be summed during the backward pass.
     """
 
     weighted_means = True
@@ -57,7 +57,7 @@ class GradientAverage(GradientModule):
 
 
 def mark_used(fleet: Fleet, block: Block) -> None:
-    """Mark a parameter as having a gradient on all nodes, if it has a gradient on any present node."""
+    """Mark a parameter as having a gradient on all nodes if it has one on any present node."""
     used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
     block.has_grad[:] = used > 0
 
@@ -65,7 +65,7 @@ def mark_used(fleet: Fleet, block: Block) -> None:
 def broadcast_buffers(fleet: Fleet) -> None:
     """Copy the buffers of the present node with the lowest rank to all present nodes, as torch's DDP does.
 
-    The traffic counts the bytes of buffers separately.
+    The bytes are counted separately.
     """
     with fleet.comm.counted_as("buffers"):
         for rows in fleet.shared_buffers.values():
@@ -75,20 +75,21 @@ def broadcast_buffers(fleet: Fleet) -> None:
 class SimpleReduceStrategy(CommunicateOptimizeStrategy):
     """DDP: all nodes average their gradients at every step.
 
+    Use it on fast networks, and as the baseline of a comparison. It equals `torch.nn.parallel.DistributedDataParallel`
+    up to the rounding of sums.
+
         g = mean_i g_i;   theta <- Opt(theta, clip(g))
 
-    g_i is the gradient of node i, theta are the parameters, and Opt is the inner optimizer.
-
-    Payload: P b bytes per node and step, for P parameters of b bytes. The strategy equals
-    `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
+    g_i is the gradient of node i, theta are the parameters, and Opt is the inner optimizer. Payload: P b bytes per node
+    and step, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the averaged
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the averaged
             gradient.
-        bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. If each process holds one node and
-            `Placement(reduction="native")`, buckets are summed while backward still runs. Otherwise the argument has no
-            effect. Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step
-            sends, as with torch's `no_sync`.
+        bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. Buckets are summed during the backward
+            pass if each process holds one node and `Placement(reduction="native")`; otherwise it has no effect.
+            Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step sends,
+            as with torch's `no_sync`.
         averaging: an `Averaging` with a `transport`.
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
@@ -98,8 +99,8 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
     ranges = ()
     averages, not_taken = ("transport",), Strategy.not_taken | {"transport": FLAT["transport"]}
     equation = "g = mean_i g_i; theta <- Opt(theta, clip(g))"
-    needs = "all nodes at every step, and a fast network"
-    identities = ("N nodes with batch B = one node with batch N B", "= torch's DistributedDataParallel")
+    needs = "all nodes, every step; a fast network"
+    identities = ("N nodes, batch B = one node, batch N B", "= torch's DistributedDataParallel")
 
     def __init__(
         self,

@@ -1,29 +1,29 @@
 """SparseLoCo: DiLoCo that sends its outer gradients' largest entries in 2 bits, with error feedback for momentum.
 
-Sarfi et al., arXiv:2508.15706. theta are the outer parameters, theta_i the parameters of node i, e_i is its error, beta
-the error's decay and eta the outer learning rate. Every H inner steps:
+Sarfi et al., arXiv:2508.15706. theta are the outer parameters, theta_i node i's parameters, e_i is its error, beta the
+error's decay and eta the outer learning rate. Every H inner steps:
 
     e_i <- beta e_i + (theta - theta_i)
     (I_i, V_i) <- the k largest of each chunk of e_i;   V_i <- Q(V_i)
     e_i <- e_i - scatter(I_i, V_i)                        # Q's error stays in e_i, too
     theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
 
-I_i are indices and V_i the values at these indices; scatter puts the values back between zeros. Chunks are 64 x 64
-blocks of a matrix, or 4096 entries of a vector. A smaller chunk sends the same share of its entries, at least one. Q
-puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
+I_i are indices and V_i the values at these indices, which scatter puts back between zeros. Chunks are 64 x 64 blocks of
+a matrix, or 4096 entries of a vector; a smaller chunk sends the same share of its entries, at least one. Q puts values
+into 4 bins over 6 standard deviations and sends the mean of each bin (`Statistical`).
 
 The mean is over all N nodes. The published code divides by the number of nodes that sent an entry
-(aggregation="contributors"), and it multiplies by eta twice; this code multiplies once. SparseLoCo has no outer
-momentum. With beta < 1 SparseLoCo forgets old errors on purpose.
+(aggregation="contributors"), and multiplies by eta twice instead of once. SparseLoCo has no outer momentum; with beta <
+1, it forgets old errors on purpose.
 
-Payload per round, if all chunks are whole, for P parameters: P k/chunk entries, each of bits + ceil(log2 chunk) bits.
-With the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2
-s) bits. A tensor's indices fill whole bytes, and its values fill whole bytes. Q's tables add 4 2^bits bytes per tensor,
-16 by default. All-gather, tx = rx = (N-1) payload.
+Payload per round, if all chunks are whole, for P parameters: P k/chunk entries of bits + ceil(log2 chunk) bits each, by
+default P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2 s) bits. Each
+tensor's indices and values fill whole bytes, and Q's tables add 4 2^bits bytes per tensor, 16 by default. All-gather,
+tx = rx = (N-1) payload.
 
-With absent nodes, means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
-continues. In its next difference theta - theta_i, theta is the theta that this node last received. A node that was down
-returns with e_i = 0 and receives theta, P b bytes for parameters of b bytes.
+If nodes are absent, means are over the present ones. A node that missed the synchronization continues with its theta_i
+and e_i, and its next difference is from the theta that it last received. A node that was down returns with e_i = 0 and
+receives theta, P b bytes for parameters of b bytes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ from exogym.strategy.traffic import Traffic, shapes_of
 
 
 class SparseOuterStep(PeriodicModule):
-    """Take SparseLoCo's outer step at the end of each round of H steps. Arguments: see `SparseLoCoStrategy`.
+    """Take SparseLoCo's outer step after each round of H steps. `SparseLoCoStrategy` describes the arguments.
 
-    State: the outer parameters theta, one copy for all nodes; each node's error and the theta that it last received,
-    (rows, P).
+    State: the outer parameters theta, one copy for all nodes; each node's error and last received theta, (rows, P).
     """
 
     acts_on = "tensors"
@@ -99,7 +98,7 @@ class SparseOuterStep(PeriodicModule):
             theta, e = self.shared_state[f"theta.{b}"], self.row_state[f"error.{b}"]
             received = self.row_state[f"received.{b}"]
             resting, difference = e[away], received - block.params
-            difference[away] = 0  # what absent nodes hold may not be finite, and nobody can encode that
+            difference[away] = 0  # absent nodes' values may not be finite, and such values cannot be encoded
             payload = with_feedback(self.compressors[b], e, difference, self.error_decay)
             e[away] = resting
             theta.add_(self._mean(fleet, self.compressors[b], payload, theta), alpha=-self.outer_lr)
@@ -108,7 +107,7 @@ class SparseOuterStep(PeriodicModule):
         fleet.synchronise_buffers()
 
     def _mean(self, fleet: Fleet, compressor: ChunkTopK, payload: Sequence[Tensor], theta: Tensor) -> Tensor:
-        """Return (1, P), the mean of the sent values: over all nodes, or for each entry over its senders."""
+        """Return the mean of the sent values, (1, P): over all nodes, or for each entry over its senders."""
         wide = torch.promote_types(theta.dtype, torch.float32)
 
         def decode(*parts: Tensor) -> Tensor:
@@ -133,24 +132,26 @@ class SparseOuterStep(PeriodicModule):
 class SparseLoCoStrategy(CommunicateOptimizeStrategy):
     """SparseLoCo: H local steps, then nodes exchange the largest entries of their differences from theta in few bits.
 
+    Use it for few nodes on a very slow link: by default a round sends 1/146 of the parameters' fp32 bytes.
+
         e_i <- beta e_i + theta - theta_i;   V_i = Q(top_k(e_i));   e_i <- e_i - V_i;   theta <- theta - eta mean_i V_i
 
-    theta are the outer parameters, theta_i the parameters of node i, and e_i is its error. top_k takes each chunk's
-    largest entries, and Q rounds them to few bits.
+    theta are the outer parameters, which evaluation uses, theta_i node i's parameters, and e_i is its error. top_k
+    picks each chunk's largest entries, and Q rounds them to few bits. With topk = chunk and bits=32, the strategy is
+    DiLoCo with outer SGD(eta).
 
-    Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps for P parameters, by default 1/146
-    of fp32. The evaluation model is theta. With topk = chunk and bits=32 the strategy is DiLoCo with outer SGD(eta).
+    Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps, for P parameters.
 
     Args:
-        inner_optim: inner optimizer; the paper's is AdamW.
-        H: inner steps between outer steps, or a pure function from the round's number (from 0) to its inner steps.
-        topk: entries sent per chunk; the paper's are 32 to 128.
+        inner_optim: inner optimizer. The paper uses AdamW.
+        H: inner steps between outer steps, as a number or a pure function of the round (from 0).
+        topk: entries sent per chunk (32 to 128 in the paper).
         chunk: entries of a chunk, a square number.
-        bits: bits per sent value, 1 to 8; 32 sends the exact values.
+        bits: bits per sent value, 1 to 8, or 32 for exact values.
         error_decay: beta, the share of the error that a round keeps.
         outer_lr: eta, the outer learning rate.
-        aggregation: "mean" divides each entry's sum by the number of nodes. "contributors" divides by the number of
-            nodes that sent the entry.
+        aggregation: "mean" divides each entry's sum by the number of nodes, "contributors" by the number of nodes that
+            sent it.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)
@@ -163,7 +164,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
     equation = (
         "e_i <- beta e_i + theta - theta_i; V_i = Q(top_k(e_i)); e_i <- e_i - V_i; theta <- theta - eta mean_i V_i"
     )
-    needs = "all nodes every H steps, 1/146 of fp32; received bytes grow with N"
+    needs = "all nodes, every H steps; 1/146 of fp32"
     identities = (
         "topk=chunk, bits=32 = diloco with outer SGD(lr)",
         "beta=1: sent + kept = the sum of differences",

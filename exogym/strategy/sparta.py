@@ -6,16 +6,15 @@ set I_t that all nodes share:
 
     theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
 
-I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
-is sent. Payload: p P b bytes per node and step, ring all-reduce. Values of q bits take p P q / 8 + 4 bytes, all-gather
-(nodes cannot add packed values on the way). With top-k, one node announces k 4-byte
-indices (broadcast), then all nodes send k values as above.
+I_t is a share p of the P parameters of b bytes, which all nodes draw from (seed, step) without communication. Payload:
+p P b bytes per node and step, ring all-reduce. Values of q bits take p P q / 8 + 4 bytes in an all-gather, because
+packed values can't be summed in a ring. With top-k, one node announces k 4-byte indices (broadcast), then all nodes
+send k values as above.
 
-With absent nodes, the mean is over the n present nodes. In a ring tx = rx = 2 (n-1)/n times the payload, with
-quantization n-1 times the payload. Absent nodes keep their values, and draw the same index sets after their return. A
-single present node changes and sends nothing. With top-k, a present node announces the indices. A node that was down
-returns with the parameters of a node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node
-that missed an average keeps its own values.
+If nodes are absent, the mean is over the n present ones: tx = rx = 2 (n-1)/n times the payload in a ring, n-1 times
+with quantization. Absent nodes keep their values and draw the same index sets after their return. A single present node
+changes and sends nothing. A node that was down returns with the parameters of a node that stayed (P b bytes, broadcast)
+and its own inner optimizer state. A node that missed an average keeps its own values.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ METHODS = ("random", "sequential", "partitioned", "topk")
 
 
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
-    """Draw each of the indices 0 to total-1 independently, with probability `p`. Return the drawn indices, ascending.
+    """Draw each of the indices 0 to total-1 independently with probability `p`, and return them in ascending order.
 
-    The gaps between drawn indices are geometric: gap = 1 + floor(log u / log(1 - p)), with u uniform from 0 to 1. The
-    function draws only these gaps, in O(p total) time.
+    Only the gaps between drawn indices are drawn, in O(p total) time. They are geometric: 1 + floor(log u / log(1 - p))
+    with u uniform in (0, 1).
     """
     if p >= 1:
         return torch.arange(total)
@@ -69,21 +68,19 @@ class SparseCommunicator(PeriodicModule):
 
     Args:
         sparsification_rate: p, from 0 (nothing) to 1 (everything).
-        compression_method: how nodes choose the indices to average.
-            "random": each index with probability p, drawn anew each time.
-            "sequential": one fixed random permutation, cut into ceil(1/p) nearly equal chunks, which take turns.
-            "partitioned": as sequential, with a new permutation after each full cycle.
-            "topk": the nodes take turns. One node announces the k = max(1, round(p P)) of P indices at which its
-                parameters moved furthest from their last averaged values. Then all nodes average these indices.
-        quantization_bits: with None or 32 nodes send full precision. With 2 to 8, or 16, nodes send absmax codes of
-            this many bits, packed into bytes. The average of the decoded values is within scale / 2 of the exact
-            average, where scale is the distance between two codes. Rounding undoes every move of a parameter under
-            scale / 2; if p is near 1, such a parameter never moves.
+        compression_method: how nodes choose the indices to average. "random": each index with probability p, drawn anew
+            each time. "sequential": a fixed random permutation, cut into ceil(1/p) nearly equal chunks, which take
+            turns. "partitioned": as sequential, with a new permutation after each cycle. "topk": nodes take turns to
+            announce the k = max(1, round(p P)) of P indices at which their parameters moved furthest from their last
+            averaged values, and all nodes average these.
+        quantization_bits: None or 32 for full precision; 2 to 8, or 16, for absmax codes of this many bits, packed into
+            bytes. The average of the decoded values is within scale / 2 of the exact average, where scale is the
+            distance between two codes. Rounding discards every change of a parameter below scale / 2, so if p is near 1
+            such a parameter never moves.
         interval: steps between averages.
-        final_average: average all parameters once at the end of training (`final_sync`). The payload is P b bytes, for
-            P parameters of b bytes.
+        final_average: average all parameters once at the end of training (`final_sync`), a payload of P b bytes.
 
-    With a single node nothing changes.
+    A single node changes nothing.
     """
 
     weighted_means = True
@@ -149,7 +146,7 @@ class SparseCommunicator(PeriodicModule):
                 self.row_state[f"reference.{b}"][rows] = block.params[rows]
 
     def indices(self, block: Block, b: int, step: int) -> Tensor:
-        """Return the index set of block `b` at `step`, ascending. It depends only on (seed, block, step)."""
+        """Return the index set of block `b` at `step`, ascending, which depends only on (seed, block, step)."""
         total, turn = block.layout.total, step // self.interval_steps - 1
         if self.method == "random":
             return random_indices(total, self.p, generator(self.run.seed, "sparta", b, step))
@@ -191,11 +188,12 @@ class SparseCommunicator(PeriodicModule):
 class SPARTAStrategy(CommunicateOptimizeStrategy):
     """SPARTA: after each step, nodes average a small share of their parameters.
 
+    Use it to keep nodes close with few bytes at every step.
+
         theta_i[I_t] <- mean_j theta_j[I_t]          I_t: a share p of the indices, equal on all nodes
 
-    theta_i are the parameters of node i, and t is the step.
-
-    Payload: p P b bytes per node and step for P parameters of b bytes, and P b bytes once at the end of training.
+    theta_i are the parameters of node i, and t is the step. Payload: p P b bytes per node and step for P parameters of
+    b bytes, and P b bytes once at the end of training.
 
     Args:
         p_sparta: p, the share of the parameters averaged at each step.
@@ -207,9 +205,9 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "sparta", "SPARTA", "openreview stFPf3gzq1", "p_sparta P b"
     ranges = ()
-    equation = "theta_i[I_t] <- mean_j theta_j[I_t], I_t a share p of the indices"
-    needs = "all nodes at every step with few bytes"
-    identities = ("p=1 = fedavg with H=1", "p=0 = nodes alone", "N=1 = the inner optimizer")
+    equation = "theta_i[I_t] <- mean_j theta_j[I_t], I_t a share p of all indices"
+    needs = "all nodes, every step; few bytes"
+    identities = ("p=1 = fedavg with H=1", "p=0 = nodes alone", "N=1 = inner optimizer")
 
     def __init__(
         self,
@@ -232,20 +230,21 @@ class SPARTADiLoCoOptions(OuterRates, InnerOptions, total=False):
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     """SPARTA between DiLoCo's outer steps: nodes average some parameters after each step, and all every H steps.
 
+    Use it when DiLoCo's nodes drift apart: it allows a larger H.
+
         theta_i[I_t] <- mean_j theta_j[I_t] at each step;   theta <- OuterOpt(theta, mean_i (theta - theta_i)) every H
 
     theta_i are the parameters of node i, I_t is a share p of the indices, chosen anew at each step t, theta are the
     outer parameters, and OuterOpt is the outer optimizer.
 
-    Payload: (H / sparta_interval) p P b + P b bytes per node and H steps, for P parameters of b bytes. SPARTA does not
-    change the nodes' mean, so a SPARTA average right before an outer step does not change that step. The last
-    synchronization is an outer step.
-
-    Absent nodes are handled as in SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
+    Payload: (H / sparta_interval) p P b + P b bytes per node and H steps, for P parameters of b bytes. SPARTA keeps the
+    nodes' mean, so its average right before an outer step does not change that step. The last synchronization is an
+    outer step. Absent nodes are handled as in SPARTA and DiLoCo; a node that was down returns with DiLoCo's theta, P b
+    bytes.
 
     Args:
         p_sparta, compression_method, quantization_bits: arguments of SPARTA; see `SPARTAStrategy`.
-        sparta_interval: steps from one exchange of SPARTA to the next.
+        sparta_interval: steps between two of SPARTA's averages.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: arguments of DiLoCo; see
             `DiLoCoStrategy`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
@@ -257,7 +256,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     ranges = ("outer_lr=0.1..1.5",)
     payload = "p_sparta P b + P b / H"
     equation = "as sparta at each step, and as diloco every H steps"
-    needs = "all nodes at every step with few bytes, and every H steps"
+    needs = "all nodes, every step (few bytes) and every H steps"
     identities = ("p=0 = diloco", "p=1, SGD, outer SGD(lr=1) = ddp", "H over all steps = sparta")
 
     def __init__(

@@ -1,8 +1,8 @@
 """The base class of every strategy, and the way to write a strategy for a single node.
 
-Your strategy is a subclass. You write it for one node of many, as with torch.distributed. The node has a model, a rank
-and the number of nodes, and calls collectives. ExoGym runs one instance per node. At each collective the instances wait
-for each other. The strategies of this package act on the rows of many nodes instead (`CommunicateOptimizeStrategy`).
+You write your subclass for one node of many, as with torch.distributed: the node has a model, a rank and the number of
+nodes, and calls collectives. ExoGym runs one instance per node, and the instances wait for each other at each
+collective. This package's own strategies act on the rows of many nodes instead (`CommunicateOptimizeStrategy`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from exogym.strategy.options import arguments_of, defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule
 from exogym.strategy.traffic import Plan
 
-__getattr__ = functools.partial(absent, __name__)  # a class that was here
+__getattr__ = functools.partial(absent, __name__)  # a class that used to be here
 
 STRATEGIES = ByName()  # a class enters when Python defines it
 
@@ -37,15 +37,14 @@ class Run:
     """The facts about a run that a strategy may use.
 
     Attributes:
-        num_nodes: N, the number of nodes.
-        seed: the run's seed, which determines the random choices that nodes share.
-        total_steps: T, the steps that each node takes.
-        examples: (N,) the number of training examples of each node.
+        num_nodes: N, the number of nodes.         seed: the run's seed, which determines the random choices that nodes
+            share.         total_steps: T, the steps that each node takes.         examples: (N,) the number of training
+            examples of each node.
         batch_size: examples per step of a node, or (N,) if nodes differ.
         step_s: (N,) seconds that a step of each node takes, or None if unknown.
         availability: which clients a server can ask for a round. None means all clients in every round.
         empty: nodes known to have no examples. These nodes never take part.
-        final_sync: whether nodes synchronize at the end of the run, if the last steps are not yet synchronized.
+        final_sync: whether nodes synchronize steps that are left unsynchronized at the end of the run.
         drops_last: whether nodes leave out the short last batches of their epochs.
     """
 
@@ -62,17 +61,17 @@ class Run:
 
     @property
     def epoch_steps(self) -> np.ndarray:
-        """(N,) the steps in which each node goes once through its examples."""
+        """(N,) the steps that each node needs for one pass over its examples."""
         if self.drops_last:
             return np.maximum(np.minimum(1, self.examples), self.examples // self.batch_size)
         return -(-self.examples // self.batch_size)
 
 
-SGD_LR = 0.1  # of an inner optimizer that is given by its name 'sgd'
+SGD_LR = 0.1  # of an inner optimizer that is named 'sgd'
 
 
 class Inner:
-    """A description of the inner optimizer: its class and arguments, gradient clipping and learning-rate schedule."""
+    """A description of the inner optimizer: its class, arguments, gradient clipping and learning-rate schedule."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class Inner:
 
     @classmethod
     def of(cls, optim: Any, options: Mapping[str, Any]) -> Inner:
-        """Return the description of `optim` with the options of a strategy's `options` that are its arguments."""
+        """Return the description of `optim`, with the `options` of a strategy that are arguments of this class."""
         return cls(optim, **split(without_aliases(dict(options), ("lr",)), cls)[0])
 
     def schedule(self, total_steps: int) -> Schedule:
@@ -117,67 +116,64 @@ defined(InnerOptions, Inner)
 
 
 class Strategy(OneNode):
-    """Base class of strategies written for one node. A subclass overrides `step`.
+    """Base class of strategies written for one node. Subclasses override `step`.
 
     Args:
-        inner_optim: a name, an optimizer class, a function of the parameters or an `OptimSpec`, which describes all of
-            these; "muon" is `exogym.strategy.muon.MuonAdamW`.
+        inner_optim: the inner optimizer: a name ("muon" is `exogym.strategy.muon.MuonAdamW`), an optimizer class, a
+            function of the parameters, or an `OptimSpec`, which describes these forms.
         lr, inner_lr: two names for the inner optimizer's learning rate. None means 0.1 for 'sgd', otherwise the
             optimizer's default.
-        max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None means no
+        max_norm: the largest 2-norm of a gradient. Longer gradients are scaled down before each step. None means no
             clipping.
-        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class, or a callable that maps the step to a
-            factor by which the learning rate is multiplied.
+        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class, or a function that maps the step to a
+            learning-rate factor.
         warmup_steps: steps of linear warm-up.
 
-    In its `step` a node can use `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps
-    done), and the collectives of `exogym.strategy.communicate`. The model is an ordinary model with this node's
-    parameters; their gradients are in `.grad`. If any node's gradients overflow in fp16, then on all nodes
-    `self.overflowed` is True, gradients are zero, and `update_parameters()` changes nothing. The schedule scales the
-    base rate of each group of `self.optim`, which may be your own optimizer. The schedule does not change a rate that
-    you or a torch scheduler set.
+    `step` can use `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the
+    collectives of `exogym.strategy.communicate`. The model is an ordinary model with this node's parameters and their
+    gradients in `.grad`. If any node's gradients overflow in fp16, then on all nodes `self.overflowed` is True,
+    gradients are zero, and `update_parameters()` changes nothing. The schedule scales the base rate of each group of
+    `self.optim`, which may be your own optimizer, but leaves a rate that you or a torch scheduler set.
 
-    With `stacked = True` the subclass gets all rows of its process at once: parameters and gradients are (rows,
-    *shape), and `self.rank` is a (rows,) tensor. The first `fit` checks that running one row
-    at a time gives the same results.
+    If `stacked = True`, the subclass receives all rows of its process at once: parameters and gradients are (rows,
+    *shape), and `self.rank` is a (rows,) tensor. The first `fit` checks that one row at a time gives the same results.
 
     Absent nodes (`exogym.faults`) take no step. Collectives then run among `self.present`, so `op="mean"` divides by
-    the number of present nodes. Ranks and `num_nodes` stay the same. A collective from or to an absent node is an
-    error. A returning node copies parameters, buffers and all of the strategy's state, except the rank, from a node
-    that stayed. These bytes count as a broadcast; see `rejoin`. A node that loses a synchronization misses this step.
+    the number of present nodes; ranks and `num_nodes` stay the same. A collective from or to an absent node is an
+    error. A returning node copies parameters, buffers and the strategy's state except the rank from a node that stayed,
+    which counts as a broadcast; see `rejoin`. A node that loses a synchronization misses this step.
 
-    With batches of different sizes (`exogym.balance`), every collective with `op="mean"` weights nodes by their
-    batches, and so does `communicate_gradients`. Set `weighted_means = True` if your strategy takes all its averages by
-    these calls; otherwise ExoGym refuses `balance="batch"`.
+    If batches differ in size (`exogym.balance`), collectives with `op="mean"` and `communicate_gradients` weight nodes
+    by their batches. Set `weighted_means = True` if your strategy averages only by these calls; otherwise ExoGym
+    refuses `balance="batch"`.
 
     These attributes describe a strategy class to other code:
 
     Attributes:
-        name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym
-            compare` and `advise` know the class, and a comparison saves its runs. Subclasses do not inherit the name.
+        name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`, so
+            `exogym compare` and `advise` know it and comparisons save its runs. Subclasses do not inherit the name.
         title, paper, equation: texts for tables.
-        payload: a formula, for tables, of the bytes that a node hands over per step, such as "P b / H". The formula
-            uses P, N and b as in `plan`, and the constructor's arguments.
+        payload: the bytes that a node hands over per step, as a formula for tables, such as "P b / H". It uses P, N and
+            b as in `plan`, and the constructor's arguments.
         needs: text for tables about what the strategy needs from the network.
-        identities: text for tables with the methods that the strategy equals for certain arguments, such as "p=0 =
-            diloco". Tests check each identity.
-        driven_by: how ExoGym runs the nodes. With "programs" each node has its own instance, and all nodes step
-            together. With "rounds" the strategy is a `CommunicateOptimizeStrategy`, whose nodes are independent between
-            synchronizations, so hosts may be lost for good (`min_hosts`). With "clock" each node trains at its own pace
-            on a virtual clock, and no node waits.
-        temporary_rows: the memory that a step needs for a while, in rows of parameters per node. It was measured
-            (`tests/device/test_memory.py`).
-        needs_gradients: whether nodes take every step together, because they average gradients.
-        own_rule: whether the strategy has its own update rule, independent of the inner optimizer that other strategies
-            get.
+        identities: the methods that the strategy equals for certain arguments, as texts for tables, such as "p=0 =
+            diloco". Tests check each.
+        driven_by: how ExoGym runs the nodes. With "programs", each node has its own instance, and all nodes step
+            together. With "rounds", the strategy is a `CommunicateOptimizeStrategy`, whose nodes are independent
+            between synchronizations, so hosts may be lost for good (`min_hosts`). With "clock", each node trains at its
+            own pace on a virtual clock, and no node waits.
+        temporary_rows: the temporary memory of a step, in rows of parameters per node, as measured by
+            `tests/device/test_memory.py`.
+        needs_gradients: whether nodes take every step together because they average gradients.
+        own_rule: whether the strategy has its own update rule instead of an inner optimizer.
         only_inner: names of the inner optimizers for which the strategy's equation holds. An empty tuple means any
             optimizer. If the task's optimizer has another name, `exogym compare` uses the strategy's default.
-        ranges: the options to tune beside the inner learning rate, each with its range:
-            "outer_lr=0.1..1.5". Options that change the bytes do not belong here. None means that nobody has declared
-            ranges, so the strategy cannot be tuned.
-        not_taken: a dict from arguments of other strategies, which this strategy does not take, to the reasons.
-        tried: for a method of `exogym.contrib`, the features in `exogym.core.refusals.UNTRIED` that its own tests try.
-            A run with another feature in `UNTRIED` is refused. None means that the strategy takes all.
+        ranges: the options to tune besides the inner learning rate, with their ranges, such as "outer_lr=0.1..1.5".
+            Options that change the bytes do not belong here. None means that the strategy has no ranges and cannot be
+            tuned.
+        not_taken: arguments of other strategies that this one does not accept, with the reasons.
+        tried: for a method of `exogym.contrib`, the features in `exogym.core.refusals.UNTRIED` that its tests cover;
+            runs with other features of `UNTRIED` are refused. None means that the strategy accepts all.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -190,7 +186,7 @@ class Strategy(OneNode):
     title = paper = equation = payload = needs = ""
     identities: tuple[str, ...] = ()
     not_taken: ClassVar[dict[str, str]] = {
-        "privacy": "it bounds how much the sum of clients' updates reveals, but this strategy takes no such sum: take "
+        "privacy": "it bounds how much the sum of clients' updates reveals, but this strategy takes no such sum: use "
         "fedavg, fedopt (with server_optim='momentum' it is DiLoCo with a heavy ball) or fedprox"
     }
     driven_by = "programs"
@@ -220,7 +216,7 @@ class Strategy(OneNode):
         STRATEGIES[name] = cls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse arguments that `__init__` does not take, and record the others in `given_arguments`."""
+        """Refuse arguments that `__init__` does not accept, and record the others in `given_arguments`."""
         made = super().__new__(cls)
         given = bind(cls.__name__, cls.__signature__, args, kwargs, cls.not_taken)[0] if args or kwargs else {}
         vars(made)["given_arguments"] = given  # a copy or a loaded strategy gets its own afterwards
@@ -236,14 +232,14 @@ class Strategy(OneNode):
         return as_call(self)
 
     def plan(self, P: float, N: int, b: float) -> Plan:
-        """Return the strategy's communication, for `exogym.advise`, with P parameters of b bytes on N nodes.
+        """Return the strategy's communication, for `exogym.advise`: P parameters of b bytes on N nodes.
 
         Raises:
             ArgumentError: no formula is known.
         """
         raise ArgumentError(
-            f"no formula is known for {type(self).__name__}, because it is written for one node: give a Plan of its "
-            "traffic"
+            f"no formula is known for {type(self).__name__}, because it is written for one node: pass a Plan with "
+            "its traffic"
         )
 
     @property
@@ -252,27 +248,27 @@ class Strategy(OneNode):
         return Clients()
 
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
-        """Return the steps of each round, by module name, for all modules whose H is a function of the round."""
+        """Return the lengths of all rounds by module name, for the modules whose H is a function of the round."""
         return {}
 
     def beside(self, faults: Faults) -> Strategy:
-        """Return this strategy, changed so that the bad nodes of `faults` send wrong updates.
+        """Return this strategy with the bad nodes of `faults`, which send wrong updates.
 
         Without bad nodes, return the strategy unchanged.
         """
         return self
 
     def features(self) -> dict[str, str]:
-        """Return this strategy's features: a dict from names in `exogym.core.refusals` to texts."""
+        """Return a dict that maps this strategy's features (names in `exogym.core.refusals`) to texts."""
         name = type(self).__name__
         found = {"its own clock": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
         if self.driven_by == "programs" and self.stacked:
             found["stacked"] = f"{name}, which is stacked"
         if not self.clients.asks_clients:
-            found["a server that asks nobody"] = f"{name}, which as it is asks nobody"
+            found["a server that asks nobody"] = f"{name}, which does not sample clients"
         if self.needs_gradients:
-            found["gradients at every step"] = f"{name}, whose nodes meet at every step"
+            found["gradients at every step"] = f"{name}, whose nodes synchronize at every step"
         if not self.weighted_means:
             found["its own mean"] = f"{name}, which averages in its own way"
         if self.tried is not None:
@@ -282,7 +278,7 @@ class Strategy(OneNode):
     def features_in_parts(self) -> dict[str, str]:
         """Return further features for a run in which several processes hold one node's row.
 
-        Only such runs call this method, because it takes trial steps of the outer optimizer.
+        Only such runs call it, because it takes trial steps of the outer optimizer.
         """
         return (
             {"an optimizer from a function": f"inner_optim={self.inner.spec!r}"} if self.inner.spec.is_function else {}

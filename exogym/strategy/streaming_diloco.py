@@ -1,29 +1,25 @@
 """Streaming DiLoCo: the model is cut into fragments, and nodes synchronize one fragment after the other.
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 of the
-model has the outer parameters theta_p, and node i's parameters theta_{i,p}. Nodes send the fragment after the steps t >
-0 with (t - t_p) mod H = 0, where t_p = floor(p H / F). The fragment arrives tau steps later, and a node keeps the share
-alpha of its parameters:
+model has the outer parameters theta_p, and theta_{i,p} on node i. Nodes send it after the steps t > 0 with (t - t_p)
+mod H = 0, where t_p = floor(p H / F). It arrives tau steps later, and a node keeps the share alpha of its parameters:
 
     Delta_p     = (1/N) sum_i Q(theta_p - theta_{i,p})                     # Q: 32 bits, int8, or 4-bit E3M0
     and after step t + tau:
     theta_p     <- OuterOpt_p(theta_p, Delta_p)                            # Nesterov, as DiLoCo
     theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-Delta_p uses the last theta_p, although node i continued from the mixed value. With alpha = 0, a node loses the tau
-local steps that it took while the fragment was under way. With alpha = 1 communication has no effect on the nodes.
+Delta_p uses the last theta_p, although node i continued from the mixed value. With alpha = 0, a node discards the tau
+local steps that it took while the fragment was pending. With alpha = 1, communication has no effect on the nodes.
 
 A fragment of n elements of b bytes has the payload n b bytes, ring all-reduce. All fragments take P b bytes every H
-steps for P parameters, as DiLoCo, but at most the largest fragment travels at once. With 8 or 4 bits the payload is
-ceil(n bits / 8) bytes, and 4 bytes for each tensor's scale. Nodes cannot add such codes on the way, so they use an
-all-gather, tx = rx = (N-1) payload, with sums in fp32. Buffers are averaged once every H steps.
+steps for P parameters, as in DiLoCo, but at most the largest fragment is sent at once. With 8 or 4 bits, the payload is
+ceil(n bits / 8) bytes and 4 bytes for each tensor's scale, in an all-gather (such codes can't be summed in a ring), tx
+= rx = (N-1) payload, with sums in fp32. Buffers are averaged once every H steps.
 
-At the end of training (`final_sync`) a fragment that is under way arrives. Each other fragment is sent once more,
-unless it arrived after the last step. Steps that nodes took while a fragment was under way are not sent at the end.
-Absent nodes are handled as in DiLoCo, for each fragment by itself.
-
-Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
+At the end of training (`final_sync`), a pending fragment arrives, and each other fragment is sent once more unless it
+arrived after the last step. Steps taken while a fragment was pending are not sent at the end. Absent nodes are handled
+as in DiLoCo, separately for each fragment.
 """
 
 from __future__ import annotations
@@ -75,7 +71,7 @@ class StreamingCommunicator(OuterFragments):
             raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the round's H={H} steps")
         check_number("fragment_update_alpha", fragment_update_alpha, least=0, most=1)
         if not isinstance(offsets, Sequence | None):
-            raise ArgumentError(f"offsets={offsets!r} must be a list with a step for each fragment")
+            raise ArgumentError(f"offsets={offsets!r} must be a list with one step per fragment")
         if offsets is not None and len(offsets) != num_fragments:
             raise ArgumentError(
                 f"offsets={list(offsets)} has {len(offsets)} steps, but num_fragments={num_fragments}: give one step "
@@ -119,7 +115,7 @@ class StreamingCommunicator(OuterFragments):
         return min([sent, *(self._next_arrival(p, step) for p in range(self.num_fragments))])
 
     def _next_arrival(self, p: int, step: int) -> int:
-        """Return the first step after `step` after which fragment p arrives."""
+        """Return the first step after `step` at which fragment p arrives."""
         first = (self.offsets[p] or self.H) + self.delay
         return max(first, step + self.H - (step - first) % self.H)
 
@@ -142,33 +138,33 @@ class StreamingCommunicator(OuterFragments):
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     """Streaming DiLoCo: an outer step per fragment of the model. Averages may arrive late and be quantized.
 
+    Use it when DiLoCo sends too much at once for the link.
+
         Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
         theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-    Fragment p has the outer parameters theta_p, and the parameters theta_{i,p} on node i. Q rounds to `bits` bits, and
-    OuterOpt is the outer optimizer.
-
-    Payload: P b bytes per node every H steps for P parameters of b bytes (at 32 bits), at most the largest fragment at
-    once. The evaluation model is theta.
+    Fragment p has the outer parameters theta_p, and theta_{i,p} on node i. Q rounds to `bits` bits, and OuterOpt is the
+    outer optimizer. Evaluation uses theta. Payload: P b bytes per node every H steps for P parameters of b bytes (at 32
+    bits), of at most the largest fragment at once.
 
     Args:
-        inner_optim: inner optimizer; the paper's is AdamW.
-        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `DiLoCoStrategy`. For 'sgd'
-            the outer rate is 0.7; the paper's is 0.4.
-        H: steps from one synchronization of a fragment to the next.
-        num_fragments: F. The last fragment has all parameters outside of the model's layers (embeddings, the last norm,
-            the head). The other fragments share the layers.
-        fragment_sync_delay: tau, steps from sending a fragment to its arrival, below H; the paper's is 1.
-        fragment_update_alpha: alpha, the share of its local parameters that a node keeps; the paper's is 0.5.
+        inner_optim: inner optimizer. The paper uses AdamW.
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `DiLoCoStrategy`. The outer
+            rate is 0.7 for 'sgd', and 0.4 in the paper.
+        H: steps between two synchronizations of a fragment.
+        num_fragments: F. The last fragment has the parameters outside of the model's layers (embeddings, the last norm,
+            the head), and the others share the layers.
+        fragment_sync_delay: tau, the steps from sending a fragment to its arrival, below H (1 in the paper).
+        fragment_update_alpha: alpha, the share of its local parameters that a node keeps (0.5 in the paper).
         pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
-        bits: bits per element of Delta_p, which are 32 (exact), 8 (int8, scaled by each tensor's largest value) or 4
-            (E3M0, the paper's).
-        offsets: t_p of each fragment, from 0 to below H. Fragment p is sent after the steps t > 0 with (t - t_p) mod H
+        bits: bits per element of Delta_p: 32 (exact), 8 (int8, scaled by each tensor's largest value) or 4 (E3M0, as in
+            the paper).
+        offsets: t_p of each fragment, from 0 to below H: fragment p is sent after the steps t > 0 with (t - t_p) mod H
             = 0. None means t_p = floor(p H / F).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
-    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
-    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
+    Late averages overlap with computing. On hosts, this needs gloo and whole nodes in each process, without `faults` or
+    `min_hosts`; otherwise nodes wait for each average right after sending it.
 
     >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, bits=4)
     """
@@ -178,7 +174,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     equation = (
         "Delta_p = mean_i Q(theta_p - theta_i,p); tau steps later: theta_p <- OuterOpt(theta_p, Delta_p), mixed in"
     )
-    needs = "all nodes every H/F steps; P/F elements have tau steps to arrive"
+    needs = "all nodes, every H/F steps; P/F elements have tau steps to arrive"
     identities = ("F=1, tau=0, alpha=0 = diloco", "equal offsets = diloco", "alpha=1 = nodes alone", "torchft's traces")
 
     def __init__(

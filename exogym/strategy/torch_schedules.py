@@ -1,4 +1,4 @@
-"""torch's learning-rate schedulers as tables of rates, so that a schedule stays a pure function of the step."""
+"""torch's learning-rate schedulers as tables of rates, which keep a schedule a pure function of the step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def is_torch_scheduler(scheduler: Any) -> bool:
 
 
 def check_torchs(scheduler: Any, name: str) -> None:
-    """Raise ArgumentError if the argument `name` is no callable, or a class of torch that cannot be a schedule."""
+    """Raise ArgumentError if the argument `name` is not callable, or is a torch class that cannot be a schedule."""
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ArgumentError(
-            f"{name}=ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the step"
+            f"{name}=ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a function of the step"
         )
     if not callable(scheduler):
-        raise ArgumentError(f"{name}={scheduler!r} is not a name, a torch scheduler class or a callable")
+        raise ArgumentError(f"{name}={scheduler!r} is not a name, a torch scheduler class or a function")
     if is_torch_scheduler(scheduler):
         rates_of(scheduler, 100, 0.1, 1)
 
 
 def rates_of(scheduler: Any, steps: int, base_lr: float, count: int) -> list[float]:
-    """Return the rates of the first `count` steps of a run of `steps` steps. Later steps have the last one's rate."""
+    """Return the rates of the first `count` steps of a run of `steps` steps; later steps keep the last rate."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=base_lr, momentum=0.9)
     made = _build(scheduler, optimizer, steps)
     table = []
@@ -57,12 +57,12 @@ def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRSchedule
     if bound.get("cycle_momentum"):
         raise ArgumentError(
             f"lr_scheduler={scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
-            "leave out cycle_momentum"
+            "leave cycle_momentum out"
         )
     try:
         return scheduler(optimizer, **fill)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"lr_scheduler={scheduler!r} cannot be built: {error}; give its arguments with "
+            f"lr_scheduler={scheduler!r} cannot be built: {error}; pass its arguments by "
             "functools.partial, for example functools.partial(StepLR, step_size=30)"
         ) from error

@@ -1,4 +1,4 @@
-"""A strategy's traffic as a formula: the collectives that nodes repeat, for any model and any number of nodes."""
+"""A strategy's traffic as a formula: the collectives that nodes repeat, for any model and number of nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from exogym.core.communicator.ledger import sent_factor
 
 
 class ModelSize(float):
-    """A model's number of parameters P, which also knows the parameters' shapes.
+    """A model's number of parameters P, together with their shapes.
 
-    Everywhere else it is a number. Formulas whose bytes depend on shapes read them with `shapes_of`.
+    It is used as a number, except by formulas whose bytes depend on the shapes (`shapes_of`).
 
     >>> size = ModelSize.of([(64, 32), (32,)])
     >>> size, shapes_of(size), shapes_of(2080)
@@ -45,14 +45,13 @@ class Traffic:
     Attributes:
         kind: the collective's name, such as "all_reduce".
         payload_bytes: bytes that each sending node hands over.
-        every_steps: steps from one such collective to the next. If the intervals differ, the value is their mean, which
-            may be a fraction.
+        every_steps: steps from one such collective to the next; if the intervals differ, their mean, possibly a
+            fraction.
         members: the number of nodes that take part. None means all nodes.
-        algorithm: the collective's algorithm. If None, `advise` chooses the algorithm.
-        overlap_steps: steps from sending to arrival, for averages that arrive late. Averages with a delay overlap with
-            computing. On hosts, this overlap needs gloo and whole nodes in each process, without `faults` or
-            `min_hosts`. Otherwise nodes wait for each average right after they send it.
-        fan: the number of neighbors to which a node sends pieces of its payload, if neighbors mix.
+        algorithm: the collective's algorithm. None means that `advise` chooses it.
+        overlap_steps: for late averages, the steps from sending to arrival, in which they overlap with computing (see
+            `DiLoCoStrategy`).
+        fan: if neighbors mix, the number of neighbors to which a node sends pieces of its payload.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class Traffic:
     fan: float = 1.0
 
     def sent_bytes(self, N: int) -> float:
-        """Return the bytes that a node sends in one such collective, averaged over N nodes.
+        """Return the bytes that a node sends in one such collective, as a mean over N nodes.
 
         >>> Traffic("all_reduce", 100.0).sent_bytes(4), Traffic("all_reduce", 100.0, 1, 1, "server").sent_bytes(4)
         (150.0, 25.0)
@@ -82,21 +81,19 @@ AskedRounds = Callable[[np.ndarray], Iterator[tuple[list[list[int]], float | Non
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy's whole communication.
+    """The whole communication of a strategy.
 
     Attributes:
         name: the strategy's name.
         traffic: the collectives that the strategy repeats.
-        couples_every: steps until nodes have sent and received the whole model once.
-        can_train: whether ExoGym can train the strategy. If False, ExoGym has only the formula, and `advise` shows the
-            plan but never recommends it.
-        local_steps: a function from (N,) seconds of a step to (N,) steps of a round, for strategies whose nodes do not
-            wait for each other. `traffic` then counts one node and one round.
-        quorum: for such strategies, the number of nodes that must have reached the server before any of these nodes
-            continues.
-        needs_gradients: whether nodes average gradients. Then they agree on which gradients exist, at every step.
-        rounds: a function that gives the nodes that take part, round by round, for strategies in which only some nodes
-            take part in each round. The function applies to collectives in `traffic` that set `members`.
+        couples_every: steps until nodes have exchanged the whole model once.
+        can_train: whether ExoGym can train the strategy. If False, `advise` shows the plan but never recommends it.
+        local_steps: for strategies whose nodes do not wait for each other, a function that maps (N,) seconds of a step
+            to (N,) steps of a round. `traffic` then counts one node and one round.
+        quorum: for such strategies, the number of nodes that must have reached the server before any of them continues.
+        needs_gradients: whether nodes average gradients, and so agree at every step on which gradients exist.
+        rounds: for strategies in which only some nodes take part in each round, a function that yields these nodes
+            round by round. It applies to the collectives in `traffic` that set `members`.
         method: the text under which `advise` looks for earlier runs, such as "diloco:H=50"; by default `name`.
     """
 

@@ -1,8 +1,7 @@
 """Nodes' updates since their last synchronization, and how attacks change these updates before sending.
 
-The update u of a node is its gradient if nodes average gradients. Otherwise u is the node's parameters minus their
-values after its last synchronization. Rows are changed before the strategy's modules see them, so strategies need no
-code for this.
+A node's update u is its gradient if nodes average gradients, and otherwise its parameters minus their values after its
+last synchronization. Rows are changed before the strategy's modules see them, so strategies need no code for attacks.
 
 Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack:
 
@@ -10,9 +9,9 @@ Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack
     scale       u <- c u
     noise       u <- c |u| z / |z|, z Gaussian, drawn from (seed of the faults, node, step)
 
-Bad nodes train like other nodes; only their messages are wrong. But some values of a bad node's row are not replaced
-after sending, such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node
-keeps. A bad node continues from these wrong values.
+Bad nodes train like other nodes; only their messages are wrong. A bad node does continue from wrong values where its
+row is not replaced after sending, such as the coordinates that SPARTA does not average, or the share of its row that a
+gossiping node keeps.
 
 State: each node's parameters after its last synchronization, (rows, P), if the strategy has communication modules.
 """
@@ -36,9 +35,9 @@ from exogym.strategy.traffic import Traffic
 
 
 class Updates(Module):
-    """Changes nodes' updates before a strategy's modules see them: it applies the attacks of bad nodes.
+    """Applies the attacks of bad nodes to their updates before a strategy's modules see them.
 
-    A subclass may change the updates of more nodes (`changing`, `change`).
+    A subclass may change more nodes' updates (`changing`, `change`).
 
     Args:
         faults: the faults whose bad nodes send wrong updates, or None without bad nodes.
@@ -72,7 +71,7 @@ class Updates(Module):
         self.change(fleet, step, {row: [g[row] for g in grads] for row in rows_of(fleet, self.changing(fleet))})
 
     def before_parameters(self, fleet: Fleet, step: int) -> None:
-        """Change the present nodes' updates, by changing the nodes' parameters."""
+        """Change the present nodes' updates by changing their parameters."""
         met = list(self.row_state.values())
         both = list(zip(fleet.blocks, met, strict=True))
         moved = {
@@ -96,7 +95,7 @@ class Updates(Module):
         return [i for i in fleet.comm.present if i in self.bad]
 
     def change(self, fleet: Fleet, step: int, updates: dict[int, list[Tensor]]) -> list[int]:
-        """Change `updates`, (P,) per block of each row, in place; return the rows with changed updates."""
+        """Change `updates`, (P,) per block of each row, in place, and return the rows with changed updates."""
         changed = {row for row in updates if fleet.ranks[row] in self.bad}
         for row in changed:
             self._attack(fleet, updates[row], fleet.ranks[row], step)
@@ -118,9 +117,9 @@ class Updates(Module):
 
 
 def norm_of(u: list[Tensor], fleet: Fleet) -> float:
-    """Return the 2-norm of a node's update over all blocks; it does not depend on where the row lies.
+    """Return the 2-norm of a node's update over all blocks, which does not depend on the row's placement.
 
-    If a node has several processes, all of them call this for the same updates, and get the same norm.
+    All processes of a node call this for the same updates and get the same norm.
     """
     here = sum(float(widest(x).square().sum()) for x in u)
     return math.sqrt(float(fleet.comm.wire.columns.sum(torch.tensor(here, dtype=torch.float64))))

@@ -178,7 +178,7 @@ def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
         (lambda: made(DiLoCoStrategy, H=lambda r: 3, tuner=1e9), "give the first H as a number"),
         (lambda: made(FedAvgStrategy, local_steps=[1, 2], H=2, tuner=1e9), "needs rounds of one length"),
         (lambda: made(SPARTAStrategy, tuner=9.0), "SPARTAStrategy, which does not take H"),
-        (lambda: made(DiLoCoStrategy, tuner=1e9).plan(1e6, 4, 4), "a tuner chooses H, but a formula needs one value"),
+        (lambda: made(DiLoCoStrategy, tuner=1e9).plan(1e6, 4, 4), "a tuner chooses H, but a formula needs a fixed H"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:

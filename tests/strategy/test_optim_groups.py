@@ -528,12 +528,15 @@ def test_a_function_may_make_the_outer_optimizer() -> None:
 
 KEPT = nn.Linear(2, 2)
 WRONG: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda params: None, "returned None, wanted a torch.optim.Optimizer of the parameters it got"),
+    "nothing": (
+        lambda params: None,
+        "returned None: expected a torch.optim.Optimizer of the parameters that it received",
+    ),
     "others": (
         lambda params: torch.optim.SGD(KEPT.parameters(), 0.1),
-        "not the 2 that it got: make it from all of them",
+        "instead of the 2 that it received: build it from all of them",
     ),
-    "some": (lambda params: torch.optim.SGD(params[:1], 0.1), "an optimizer of 1 parameters, which are not the 2"),
+    "some": (lambda params: torch.optim.SGD(params[:1], 0.1), "an optimizer of 1 parameters instead of the 2"),
     "an error": (lambda params: torch.optim.SGD(params, lr=-1), "cannot be built: Invalid learning rate"),
     "closure": (lambda params: torch.optim.LBFGS(params), "LBFGS cannot be used here"),
     "no argument": (lambda: None, "cannot be built"),

@@ -79,7 +79,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS} does not exist with num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
-    with pytest.raises(ArgumentError, match="DiLoCoStrategy, which as it is asks nobody"):
+    with pytest.raises(ArgumentError, match="DiLoCoStrategy, which does not sample clients"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Devices()))
     with pytest.raises(ArgumentError, match="give fit the step time"):
         trained(FedAvgStrategy("sgd", **SAMPLED), faults=Faults(trace=Devices()))

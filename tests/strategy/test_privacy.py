@@ -272,7 +272,7 @@ def test_where_it_is_not_taken_the_error_says_why() -> None:
         (ScaffoldStrategy, "control variate"),
         (FedDynStrategy, "the server's h"),
         (FedNovaStrategy, "clients' numbers of steps"),
-        (DiLoCoStrategy, "take fedavg, fedopt"),
+        (DiLoCoStrategy, "use fedavg, fedopt"),
     ):
         with pytest.raises(ArgumentError, match=f"has no argument 'privacy': .*{why}"):
             made(make, privacy=privacy)

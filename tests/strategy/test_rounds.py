@@ -122,7 +122,7 @@ def test_the_outer_rate_follows_the_rounds():
 def test_a_function_as_the_rate_is_refused_by_name():
     for make in (DiLoCoStrategy, SPARTADiLoCoStrategy):
         with pytest.raises(
-            ArgumentError, match=r"outer_lr=<function.*outer_lr_scheduler, a factor for each outer round"
+            ArgumentError, match=r"outer_lr=<function.*to change it over rounds, pass outer_lr_scheduler"
         ):
             make(outer_lr=lambda r: 0.7)
     with pytest.raises(ArgumentError, match=r"outer_lr='0.7' must be a number"):
@@ -162,5 +162,5 @@ def test_what_is_no_length_of_a_round():
         FedAvgStrategy(H=growing, local_epochs=1)
     with pytest.raises(ArgumentError, match="each node has its own rounds; give H as a number"):
         AsyncDiLoCoStrategy(H=growing)
-    with pytest.raises(ArgumentError, match="H is a function of the round, but a formula needs one number"):
+    with pytest.raises(ArgumentError, match="H is a function of the round, but a formula needs a fixed H"):
         advise(parameters=1e6, num_nodes=4, network="100Mbps", step_seconds=0.1, strategies=[DiLoCoStrategy(H=growing)])
