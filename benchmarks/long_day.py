@@ -5,9 +5,9 @@
 
 The runs are README's commands and snippets, a sweep, a launch with two ranks, and the tutorials, in turn. Each is
 killed once or twice by a signal, at a random moment of the time that it takes undisturbed, and started again.
-Comparisons and sweeps are resumed, and must end with the rows of an undisturbed one. Meanwhile `exogym ui` serves a
-folder, and this process trains one interrupted run after another. At the end nothing may be left: no process, no port,
-no temporary file, no descriptor, and at most 20 MB more memory. The script exits with 1 if anything is wrong.
+Comparisons and sweeps are resumed, and must end with the rows of an undisturbed one. Meanwhile `exogym ui` serves
+their folders, and this process trains one interrupted run after another. At the end nothing may be left: no process, no
+port, no temporary file, no descriptor, and at most 20 MB more memory. The script exits with 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MARK, SIGNALS = "EXOGYM_LONG_DAY", (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MOST_GROWTH_MB, PATIENCE_S, WARM = 20, 15, 4  # a DataLoader's worker looks for its parent every 5 s
 EXOGYM = (sys.executable, "-m", "exogym")
-SWEEP = (
-    "sweep --dataset digits --sweep H=5,20 --sweep strategy=diloco,fedavg --seeds 2 --nodes 4 --steps 60 --out sweep"
-)
+SWEEP = "sweep --dataset digits --sweep H=5,20 --sweep strategy=diloco,fedavg --nodes 4 --steps 60 --out runs/sweep"
 
 
 def commands() -> dict[str, list[str]]:
@@ -109,13 +107,15 @@ class Day:
             if code:
                 self.wrong.append(f"{name} ended with exit status {code} after {kills} kills")
             tables.append([rows(path) for path in sorted(cwd.rglob("summary.csv"))])
+            for path in (cwd / "runs").iterdir():
+                shutil.move(path, self.folder / "runs" / f"{cwd.name}-{path.name}-{self.kills}")
             shutil.rmtree(cwd)
         if name in ("a sweep", "README's comparison") and (not tables[0] or tables[0] != tables[1]):
             self.wrong.append(f"{name} ended with other rows after kills")
 
     def resumed(self, command: list[str], cwd: Path) -> list[str]:
         """Return the command that continues the killed one in `cwd`, or the command itself if it has to start anew."""
-        if command[3:4] == ["sweep"] and (cwd / "sweep" / "sweep.json").exists():
+        if command[3:4] == ["sweep"] and (cwd / "runs" / "sweep" / "sweep.json").exists():
             return [*command, "--resume"]
         if command[3:4] == ["compare"] and (begun := [p.parent for p in (cwd / "runs").glob("*/run.json")]):
             return [*EXOGYM, "compare", "--resume", "--out", str(begun[0])]
@@ -170,7 +170,7 @@ def main() -> None:
     day, shared = Day(asked.seed, folder), set(os.listdir("/dev/shm"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(day.tmp)
     page = subprocess.Popen(
-        [*EXOGYM, "ui", "--runs", folder, "--port", "0", "--no-open"],
+        [*EXOGYM, "ui", "--runs", folder / "runs", "--port", "0", "--no-open"],
         env=day.environment,
         stdout=subprocess.PIPE,
         text=True,
