@@ -1,4 +1,4 @@
-"""All errors that ExoGym raises on purpose, and the checks of arguments.
+"""All errors that ExoGym raises on purpose, and functions that check arguments.
 
     ExoGymError
     ├── ArgumentError    a wrong, unknown or misspelled argument     (also a ValueError and a TypeError)
@@ -9,9 +9,9 @@
     ├── CheckpointError  a checkpoint that is missing, damaged, or from another run
     └── WorkerError      a process of the run is gone (killed, out of memory, cut off)
 
-Each message names the given value and the wanted value, and says what to do.
+Each message names the expected and the given value, and says what to do.
 
-Catch an error by its own class, or by a class above it in the tree:
+Catch an error by its own class or by a base class:
 
 >>> for kind in (ArgumentError, ModelError, DataError, StrategyError, TrainingError, CheckpointError, WorkerError):
 ...     try:
@@ -47,13 +47,13 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 
 
 class ExoGymError(Exception):
-    """The base class of all errors that ExoGym raises on purpose. Catch it to catch every such error."""
+    """Base class of all errors that ExoGym raises on purpose."""
 
 
 class ArgumentError(ExoGymError, ValueError, TypeError):
     """An argument is unknown, misspelled, of the wrong kind or out of range.
 
-    `choices` holds the allowed texts, if the argument must be one of a few texts.
+    If the argument must be one of a few strings, `choices` holds them.
     """
 
     def __init__(self, *said: object, choices: Iterable[str] = ()):
@@ -62,7 +62,7 @@ class ArgumentError(ExoGymError, ValueError, TypeError):
 
 
 class ModelError(ExoGymError):
-    """The model cannot be trained as a row of the fleet; the message says why."""
+    """The model can't be trained as a row of the fleet, for the reason in the message."""
 
 
 class DataError(ExoGymError):
@@ -74,7 +74,7 @@ class StrategyError(ExoGymError):
 
 
 class TrainingError(ExoGymError):
-    """Training itself went wrong, for example a loss that is not a number."""
+    """Training failed, for example because a loss is not a number."""
 
 
 class CheckpointError(ExoGymError):
@@ -86,14 +86,14 @@ class WorkerError(ExoGymError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the run. With a `save_dir` the run first wrote a checkpoint. This class is not an `ExoGymError`.
+    """A signal ended the run, which first wrote a checkpoint if `save_dir` is set. Not an `ExoGymError`.
 
     Args:
         by: the signal, or None if another process received the signal.
-        step: the number of steps done.
+        step: the number of completed steps.
 
     Attributes:
-        left: the run's results so far, if the run was in other processes (such as Ray's).
+        left: the results so far of a run in other processes (such as Ray's).
     """
 
     def __init__(self, by: signal.Signals | None, step: int):
@@ -105,8 +105,8 @@ class Stopped(KeyboardInterrupt):
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return "did you mean 'x'?" with the most similar known name, or a list of the known names. Case does not matter.
 
-    If exactly one known name ends in the given word, this name comes first: "nodes" gives "num_nodes", not "node". Next
-    comes a name with the same letters in another order.
+    A name that is the only one to end in the given word is preferred, so "nodes" gives "num_nodes" and not "node". A
+    name with the same letters in another order comes next.
 
     >>> nearest("h", ["H", "island_H"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
     ("did you mean 'H'?", 'known: H, lr', "did you mean 'num_nodes'?")
@@ -126,7 +126,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def run_script(main: Callable[[], object]) -> None:
     """Call `main`. If it fails, print one line and exit with a status: 1 for an ExoGym error, 130 for Ctrl-C.
 
-    The status is 141 if the reader of stdout has closed it, as `| head` does.
+    The status is 141 if the reader of stdout closed the pipe, as `| head` does.
 
     >>> run_script(lambda: print("trained"))
     trained
@@ -147,12 +147,12 @@ def run_script(main: Callable[[], object]) -> None:
         sys.exit(BROKEN_PIPE)
 
 
-# second name of an argument -> the argument, and a mapping of values (None: no such value); no mapping: the same value
+# alias of an argument -> the argument and a mapping of its values (None: not set); {}: the values are the same
 ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
     "autocast": ("precision", {True: "bf16", False: None}),
     "inner_lr": ("lr", {}),
 }
-# of torch's DataLoader, which a function with the argument `dataloader_kwargs` takes there
+# DataLoader's arguments, which functions accept inside `dataloader_kwargs`
 LOADER_ARGUMENTS = (
     "collate_fn", "drop_last", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
     "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn",
@@ -162,21 +162,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F) -> F:
-    """Decorate `function`: refuse unknown keyword arguments with an error that suggests the most similar real name.
+    """Make `function` reject unknown keyword arguments with an error that suggests the most similar name.
 
-    The decorated function also accepts an argument's second name (`ALIASES`). An argument declared as `bool` must be
-    True or False, because the text "no" would count as true.
+    The decorated function also accepts aliases of arguments (`ALIASES`). Arguments annotated as `bool` must be True or
+    False, because the string "no" would count as true.
 
-    For an `__init__` the decorator also stores the given arguments in `self.given_arguments`, so that an object can
-    describe itself. The traceback of an ArgumentError ends at the user's call; `python -X dev` also shows ExoGym's
-    frames.
+    If `function` is an `__init__`, the decorator also stores the passed arguments in `self.given_arguments`, from which
+    objects describe themselves. The traceback of an ArgumentError ends at the user's call, unless Python runs in
+    development mode (`python -X dev`).
 
-    A class or function may have a dict `not_taken`. Its keys are arguments that only similar classes take, and its
-    values say why this class does not take them. For such an argument the error gives the reason instead of a similar
-    name.
+    A class or function may have a dict `not_taken` that maps arguments of similar classes to the reason why this class
+    doesn't accept them. The error for such an argument gives the reason instead of a similar name.
 
     Raises:
-        ArgumentError: `function` does not take an argument, or a required argument is missing.
+        ArgumentError: `function` doesn't accept an argument, or a required argument is missing.
 
     >>> @checked
     ... def train(num_nodes=1): ...
@@ -199,13 +198,13 @@ def checked(function: F) -> F:
         except ArgumentError as error:
             if not sys.flags.dev_mode and _is_ours(error.__traceback__):
                 error.__traceback__ = None
-            raise  # not `from`, which would hide an error that the caller was handling
+            raise  # no `from`: it would hide an error that the caller was handling
 
     return call  # type: ignore[return-value]
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:
-    """Return whether all frames are ExoGym's own, so that they tell users nothing about their mistake."""
+    """Return whether all frames are ExoGym's own, which tell users nothing about their mistake."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         traceback = traceback.tb_next
     return traceback is None
@@ -218,7 +217,7 @@ def bind(
     """Check a call's arguments as `checked` does. Return all arguments by name, and `kwargs` without aliases.
 
     Args:
-        where: the function's name, for messages.
+        where: the function's name in messages.
         signature: the function's signature.
         args, kwargs: the arguments of the call.
         not_taken: see `checked`.
@@ -229,7 +228,7 @@ def bind(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in [name for name in kwargs if name not in parameters and not takes_all]:
         if "dataloader_kwargs" in names and name in LOADER_ARGUMENTS:
-            not_taken = {name: f"give it to torch's DataLoader, by dataloader_kwargs={{{name!r}: ...}}"}
+            not_taken = {name: f"pass it to torch's DataLoader, with dataloader_kwargs={{{name!r}: ...}}"}
         instead = not_taken.get(name) or retired(name, where) or nearest(name, names)
         raise ArgumentError(f"{where}() has no argument {name!r}: {instead}")
     try:
@@ -245,7 +244,7 @@ def bind(
 
 
 def as_call(made: Any) -> str:
-    """Return the text of the call that made an object, with its given arguments. Checked classes have this `__repr__`.
+    """Return the call that made an object, with the arguments that were passed. Checked classes use it as `__repr__`.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> DiLoCoStrategy(H=20, lr=0.01)
@@ -258,13 +257,13 @@ def as_call(made: Any) -> str:
 
 
 def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:
-    """Return the `given` arguments for a function that takes `names`. Second names (`ALIASES`) become first names.
+    """Return the `given` arguments for a function with the parameters `names`, with aliases (`ALIASES`) replaced.
 
     Args:
-        kept: second names that are not replaced, because the function's signature has them.
+        kept: aliases that are not replaced, because the function's signature has them.
 
     Raises:
-        ArgumentError: an argument is given under both names with different values, or its value is not allowed.
+        ArgumentError: an argument is passed under both names with different values, or its value is not allowed.
     """
     for alias in given.keys() & ALIASES.keys() - set(kept):
         name, values = ALIASES[alias]
@@ -281,7 +280,8 @@ def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collect
             given[name] = value
         if given[name] != value:
             raise ArgumentError(
-                f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} is given too: leave one out"
+                f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} was passed as well: drop one "
+                "of them"
             )
     return given
 
@@ -315,7 +315,7 @@ def check_number(
     name: str, given: Any, *, over: float | None = None, least: float | None = None, under: float | None = None,
     most: float | None = None, more: str = "",
 ) -> None:  # fmt: skip
-    """Raise ArgumentError unless `given` is a finite number in a range. The error's message ends with the text `more`.
+    """Raise ArgumentError, with a message that ends with `more`, unless `given` is a finite number in the range.
 
     >>> check_number("decay", 1.5, least=0, under=1, more=", or None")
     Traceback (most recent call last):
@@ -340,8 +340,7 @@ def needs(module: str, extra: str | None = None) -> Any:
     """Import and return a module of an optional package.
 
     Raises:
-        ExoGymError: the package is not installed. The message names the extra of ExoGym that installs the package, if
-            there is such an extra.
+        ExoGymError: the package is not installed. The message names ExoGym's extra that installs it, if there is one.
 
     >>> needs("surely_not_installed", "whisper")
     Traceback (most recent call last):

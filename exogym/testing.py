@@ -1,9 +1,9 @@
-"""Test any strategy against the laws (properties that every strategy must have), and compare models by fingerprints.
+"""Test strategies against the laws (properties that every strategy must have), and compare models by fingerprint.
 
     from exogym.testing import check_strategy
     check_strategy(lambda: MyStrategy(lr=0.01))
 
-If a law does not hold, a `StrategyError` names the law, says what the test observed, and names the usual cause.
+If a law doesn't hold, the `StrategyError` names the law, what the test observed, and the usual cause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LAWS = ("repeatable", "stretches", "stopping", "placement", "single node", "byte
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a SHA-256 of the model's state dict: of all tensors' names, dtypes, shapes and bytes, in order.
+    """Return the SHA-256 of the model's state dict: the names, dtypes, shapes and bytes of all tensors, in order.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> fingerprint(a) == fingerprint(copy.deepcopy(a)) != fingerprint(b)
@@ -55,7 +55,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def small_problem(seed: int = 0) -> tuple[nn.Module, TensorDataset]:
-    """Return a small network with dropout and batch normalization, and 256 examples that it can learn."""
+    """Return a small network with dropout and batch normalization, and a data set of 256 examples that it can learn."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(256, 6, generator=g)
     y = torch.tanh(x @ torch.randn(6, 2, generator=g))
@@ -83,17 +83,17 @@ def check_strategy(
     """Test a strategy against the laws.
 
     Args:
-        factory: a function that makes a new strategy. `check_strategy` calls this function for each run.
+        factory: a function that returns a new strategy. `check_strategy` calls it once per run.
         num_nodes: number of nodes in each run.
-        steps: number of steps in each run. This number must be so large that the strategy communicates a few times.
-        payload_bytes: a function of (bytes of the model's parameters, steps). It returns the payload of each node in
-            the whole run, in bytes, with the final synchronization of steps that are left after the last one. If
-            `payload_bytes` is None, the law "bytes" is not tested.
+        steps: number of steps in each run, large enough for the strategy to communicate a few times.
+        payload_bytes: a function of (bytes of the model's parameters, steps) that returns each node's payload in the
+            whole run, in bytes, including the final synchronization if steps are left after the last one. If it is
+            None, the law "bytes" is not tested.
         learning: the validation loss must fall below `learning` times its first value.
-        skip: names of laws to leave out.
+        skip: names of laws not to test.
 
     Returns:
-        A dict from each law's name to the test's observation.
+        A dict that maps each law's name to the test's finding.
 
     Raises:
         StrategyError: a law does not hold.
@@ -106,11 +106,11 @@ def check_strategy(
     """
     if not callable(factory):
         raise ArgumentError(
-            f"factory={factory!r}: give a function that makes a new strategy, such as lambda: DiLoCoStrategy(H=5)"
+            f"factory={factory!r} must be a function that returns a new strategy, such as lambda: DiLoCoStrategy(H=5)"
         )
     if payload_bytes is not None and not callable(payload_bytes):
         raise ArgumentError(
-            f"payload_bytes={payload_bytes!r}: give a function, such as lambda row_bytes, steps: row_bytes * steps"
+            f"payload_bytes={payload_bytes!r} must be a function, such as lambda row_bytes, steps: row_bytes * steps"
         )
     for name in skip:
         check_choice("skip", name, LAWS)
@@ -147,7 +147,7 @@ class _Battery:
         return model, trainer.history
 
     def off(self, model: nn.Module) -> str:
-        """Return how far the weights of `model` are from the reference run's; "" if the bits are equal."""
+        """Return how far the weights of `model` are from the reference run's; "" if they are bitwise identical."""
         if fingerprint(model) == fingerprint(self.reference):
             return ""
         found, wanted = (parameters_to_vector(x.parameters()).detach() for x in (model, self.reference))
@@ -157,20 +157,20 @@ class _Battery:
         again, _ = self.run()
         if off := self.off(again):
             raise StrategyError(
-                f"law 'repeatable': the weights of two runs with the same seed differ {off}. Draw random numbers only "
-                "from generators seeded from the run's seed and the step"
+                f"law 'repeatable': two runs with the same seed end with weights that differ {off}. Draw random "
+                "numbers only from generators seeded with the run's seed and the step"
             )
-        return "two runs end in the same bits"
+        return "two runs are bitwise identical"
 
     def stretches(self) -> str:
         capped, _ = self.run(max_stretch=1)
         if off := self.off(capped):
             raise StrategyError(
-                f"law 'stretches': the weights after single steps and after whole stretches differ {off}. next_event() "
-                "must name every step at which the strategy acts, and local_steps() must not depend on where a stretch "
-                "ends"
+                f"law 'stretches': training in single steps and in whole stretches gives weights that differ {off}. "
+                "next_event() must return every step at which the strategy acts, and local_steps() must not depend "
+                "on where a stretch ends"
             )
-        return "one step at a time ends in the same bits"
+        return "training one step at a time is bitwise identical"
 
     def stopping(self) -> str:
         for stop in self.stops:
@@ -180,24 +180,24 @@ class _Battery:
                     resumed, history = self.run(save_dir=folder, resume=True)
             if off := self.off(resumed):
                 raise StrategyError(
-                    f"law 'stopping': after a run that stopped after step {stop} and resumed, the weights differ {off} "
-                    "from a run without a stop. Keep everything that changes during training in a module's "
-                    "row_state or shared_state, or in a plain number. A strategy for one node may keep tensors and "
-                    "numbers in any attribute"
+                    f"law 'stopping': a run that stopped after step {stop} and resumed ends with weights that differ "
+                    f"{off} from those after an uninterrupted run. Keep everything that changes during training in a "
+                    "module's row_state or shared_state, or in a plain number. A strategy for one node may keep "
+                    "tensors and numbers in any attribute"
                 )
             sent, wanted = (float(one.column("payload_bytes")[1][-1]) for one in (history, self.history))
             if sent != wanted:
                 raise StrategyError(
-                    f"law 'stopping': a run that stopped after step {stop} and resumed counts {sent:.1f} payload bytes "
-                    f"per node, not {wanted:.1f}"
+                    f"law 'stopping': a run that stopped after step {stop} and resumed counted {sent:.1f} payload "
+                    f"bytes per node, but an uninterrupted run {wanted:.1f}"
                 )
-        return "stopped and resumed, runs end in the same bits"
+        return "runs that stop and resume are bitwise identical"
 
     def placement(self) -> str:
-        """Test with random local steps that rows in one block, in two blocks and in a block each give the same bits."""
+        """Test with random local steps that rows in one block, in two blocks and in one each give identical bits."""
         strategy = self.factory()
         if strategy.driven_by != "rounds":
-            return "no modules act on its rows together, so nodes are always apart"
+            return "no module acts on several rows together, so nodes are always separate"
         whole = _mix_blocks(strategy, [list(range(self.nodes))], self.nodes, self.steps)
         for blocks in ([[i] for i in range(self.nodes)], [list(range(1)), list(range(1, self.nodes))]):
             if not all(blocks):
@@ -206,30 +206,30 @@ class _Battery:
             if not torch.equal(whole, apart):
                 off = float((whole - apart).abs().max())
                 raise StrategyError(
-                    f"law 'placement': with rows in blocks {blocks} the parameters differ by up to {off:.3g} from "
-                    "a run with all rows in one block. Some operation crosses the row axis (a norm, mean or topk over "
-                    "all of x). Rows may meet only through the communicator"
+                    f"law 'placement': if rows are in blocks {blocks}, the parameters differ by up to {off:.3g} from "
+                    "a run with all rows in one block. Some operation crosses the row axis (a norm, mean or topk "
+                    "over all of x). Combine rows only through the communicator"
                 )
-        return "rows in one block, in two and each apart give the same bits"
+        return "rows in one block, in two and in one each give identical bits"
 
     def single_node(self) -> str:
         _, history = self.run(nodes=1)
         if (sent := history.column("tx_bytes")[1][-1]) != 0:
             raise StrategyError(f"law 'single node': a single node sends {sent:.0f} bytes, but no other node exists")
-        return "one node alone trains and sends nothing"
+        return "a single node trains and sends nothing"
 
     def bytes(self) -> str:
         seen = float(self.history.column("payload_bytes")[1][-1])
         if self.payload is None:
-            return f"{seen:.0f} bytes per node, no formula given"
+            return f"{seen:.0f} bytes per node; no formula to compare with"
         model, _ = small_problem()
         row = sum(p.numel() * p.element_size() for p in model.parameters())
         wanted = self.payload(row, self.steps)
         if abs(seen - wanted) > 1e-9 * max(1.0, wanted):
             last = " (the difference is one model: the final synchronization)" if seen - wanted == row else ""
             raise StrategyError(
-                f"law 'bytes': in {self.steps} steps and the final synchronization of the steps that are left, each "
-                f"node's payload was {seen:.1f} bytes, but payload_bytes({row}, {self.steps}) gives {wanted:.1f}{last}"
+                f"law 'bytes': in {self.steps} steps and the final synchronization, each node's payload was "
+                f"{seen:.1f} bytes, but payload_bytes({row}, {self.steps}) returned {wanted:.1f}{last}"
             )
         return f"{seen:.0f} bytes per node"
 
@@ -239,14 +239,14 @@ class _Battery:
         if not losses[-1] < self.learning * losses[0]:
             raise StrategyError(
                 f"law 'learns': in {self.learning_steps} steps the validation loss went from {losses[0]:.4f} to "
-                f"{losses[-1]:.4f}, not below {self.learning} of its first value. Look at the sign of the update and "
-                "the learning rate: for this small model AdamW needs about 0.02"
+                f"{losses[-1]:.4f}, not below {self.learning} of its first value. Check the sign of the update and "
+                "the learning rate: AdamW needs about 0.02 for this small model"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
 class _MeetingWire(Wire):
-    """Carries rows between blocks that run as programs and meet at collectives."""
+    """Carry rows between blocks that run as programs and meet at collectives."""
 
     def __init__(self, blocks: list[list[int]], process: int):
         super().__init__(blocks[process])
@@ -262,7 +262,7 @@ class _MeetingWire(Wire):
 
 
 def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) -> Tensor:
-    """Run a strategy with random local steps on rows placed in `blocks`; return all parameters, (N, P)."""
+    """Run a strategy with random local steps on rows placed in `blocks`, and return all parameters, (N, P)."""
     model, _ = small_problem()
     everyone = [rank for block in blocks for rank in block]
     run = Run(nodes, 0, steps, torch.full((nodes,), 64).numpy(), 8)

@@ -1,4 +1,4 @@
-"""Trainers: one call trains a model on many nodes and returns the averaged model."""
+"""Trainers. One call trains a model on many nodes and returns the averaged model."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # the first fit loads a run's parts
 
 
 class _Turn:
-    """A lock: one thread of this process trains at a time, since threads share random generators and thread counts.
+    """A lock that lets one thread of this process train at a time: threads share random generators and thread counts.
 
-    In that thread a callback may train another model: each step sets the generators that it needs.
+    A callback in the training thread may train another model, because each step seeds the generators that it uses.
     """
 
     def __init__(self) -> None:
@@ -46,17 +46,17 @@ class _Turn:
     def taken(self, model: nn.Module) -> Iterator[None]:
         if not self.lock.acquire(blocking=False):
             raise ArgumentError(
-                "another thread of this process runs fit, and both threads would draw from the same random "
-                "generators. Call one fit after the other, or run each fit in its own process. To use more cores "
-                "for one fit, give this fit processes="
+                "another thread of this process is running fit, and both threads would draw from the same random "
+                "generators. Call one fit after the other, or run each fit in its own process. To use more cores for "
+                "one fit, pass processes="
             )
         self.models.append(model)
         try:
             mine = {id(p) for p in model.parameters()}
             if any(id(p) in mine for outer in self.models[:-1] for p in outer.parameters()):
                 raise ArgumentError(
-                    "the fit whose callback called this fit is already training this model. Train a "
-                    "copy.deepcopy of the model, or train the model after that fit"
+                    "the fit whose callback called this fit is already training this model. Train a copy.deepcopy of "
+                    "the model, or train the model after that fit has ended"
                 )
             yield
         finally:
@@ -64,7 +64,7 @@ class _Turn:
             self.lock.release()
 
     def forked(self) -> None:
-        """Reset the lock in a forked process if another thread held it. The forked process lacks that thread."""
+        """Reset the lock in a forked process if the lock was held by another thread, which the process lacks."""
         if self.lock.acquire(blocking=False):
             self.lock.release()
         else:
@@ -77,23 +77,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class Trainer(ABC):
-    """Base class of all trainers. A trainer holds the model, the data, and the last `fit`'s results.
+    """Base class of all trainers. A trainer holds a model, its data, and the results of the last `fit`.
 
     Args:
-        model: a module. `model(batch)` returns the loss (`exogym.core.compute.outputs`), or predictions if you give a
+        model: a module. `model(batch)` returns the loss (`exogym.core.compute.outputs`), or predictions if you pass a
             `loss_fn`.
         train_dataset: a data set, an iterable (see `exogym.data.IterableData`), or a factory called as
             `factory(rank, num_nodes, is_train)`.
         val_dataset: the validation set, in the same form, or None.
-        loss_fn: a function for models that return predictions. `loss_fn(predictions, targets)` returns the loss.
-        metrics: a dict from name to function. `function(predictions, targets)` returns a value, which the history
-            records as val_<name>.
+        loss_fn: for models that return predictions: a function such that `loss_fn(predictions, targets)` returns the
+            loss.
+        metrics: a dict that maps names to functions. The history records the value of `function(predictions, targets)`
+            as val_<name>.
 
     Attributes:
         history: the last fit's `History`, a sequence of dicts.
         description: the last run's options, as a dict of JSON values.
         clock: the last fit's virtual clock; None without a `network`.
-        traffic: the last fit's calls and payload, tx and rx bytes by collective, summed over all nodes.
+        traffic: the last fit's number of calls and payload, tx and rx bytes per collective, summed over all nodes.
 
     >>> from exogym import LocalTrainer
     >>> trainer: Trainer = LocalTrainer(nn.Linear(1, 1), [0.0])
@@ -103,7 +104,7 @@ class Trainer(ABC):
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         if cls is Trainer:
-            raise ArgumentError("Trainer is the base class of all trainers: write LocalTrainer(...)")
+            raise ArgumentError("Trainer is the base class of all trainers: use LocalTrainer(...)")
         return super().__new__(cls)
 
     @checked
@@ -117,11 +118,11 @@ class Trainer(ABC):
         metrics: dict[str, Metric] | None = None,
     ):
         if not isinstance(model, nn.Module):
-            raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+            raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if loss_fn is not None and not callable(loss_fn):
-            raise ArgumentError(f"loss_fn={loss_fn!r} cannot be called: wanted loss_fn(predictions, targets)")
+            raise ArgumentError(f"loss_fn={loss_fn!r} must be a function: loss_fn(predictions, targets)")
         if isinstance(loss_fn, type):
-            raise ArgumentError(f"loss_fn={loss_fn.__name__} is a class: give an object of it, {loss_fn.__name__}()")
+            raise ArgumentError(f"loss_fn={loss_fn.__name__} is a class: pass an instance, {loss_fn.__name__}()")
         if not isinstance(metrics, Mapping | None) or not all(callable(f) for f in (metrics or {}).values()):
             raise ArgumentError(f"metrics={metrics!r} must map names to functions of (predictions, targets)")
         self.subject = Subject(model, train_dataset, val_dataset, loss_fn, dict(metrics or {}))
@@ -141,7 +142,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def fit(self, strategy: Strategy) -> nn.Module:
-        """Train the model with `strategy`. Each trainer class decides on which machines the nodes run."""
+        """Train the model with `strategy`. The trainer's class determines on which machines the nodes run."""
 
 
 class LocalTrainer(Trainer):
@@ -159,8 +160,8 @@ class LocalTrainer(Trainer):
     True
     """
 
-    max_stretch: int | None = None  # longest stretch in steps, for tests: the result keeps the same bits
-    engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
+    max_stretch: int | None = None  # longest stretch in steps, for tests; the result doesn't depend on it
+    engine: Engine | None = None  # keeps the rows; None: the first of `exogym.engine.ENGINES` that applies
     assembles: Callable[..., TrainingLoop] | None = None  # assembles a run; None: `core.training.assembly`
 
     @takes(FitOptions)
@@ -168,26 +169,26 @@ class LocalTrainer(Trainer):
         """Train the trainer's model in place, and return it with the final averaged (or outer) parameters.
 
         Raises:
-            ArgumentError, DataError, ModelError, StrategyError: a wrong option, data set, model or strategy. `fit`
+            ArgumentError, DataError, ModelError, StrategyError: an option, data set, model or strategy is wrong. `fit`
                 raises the error before training if possible. It also raises ArgumentError if another thread of this
-                process runs `fit`, or if another run uses `save_dir`.
-            TrainingError: a loss, gradient or update is not finite. The message names node, step and tensor.
-            CheckpointError: `resume` found a checkpoint of another run, or no readable checkpoint.
-            WorkerError: one of several processes was killed or hung. The message says at which step. The other
-                processes have ended too.
-            KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. With `save_dir` the run
-                first writes a checkpoint, with each node's state. A second signal acts at once.
+                process is running `fit`, or if another run uses `save_dir`.
+            TrainingError: a loss, gradient or update is not finite. The message names the node, the step and the
+                tensor.
+            CheckpointError: `resume` found only checkpoints of another run, or no readable checkpoint.
+            WorkerError: one of several processes was killed or hung. The message names the step. The other processes
+                have been ended, too.
+            KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. If `save_dir` is set, the
+                run first writes a checkpoint with every node's state. A second signal ends the process immediately.
 
         After an error, Ctrl-C or SIGTERM during training, the model holds the average of the nodes' parameters at that
-        moment. After an error with several processes, it holds the average of only this process's nodes.
-        `trainer.history` holds the records so far. After an error with `Placement(engine="ray")`, model and history
-        are as before `fit`.
+        moment, and `trainer.history` holds the records so far. If several processes were training, an error leaves the
+        average of this process's nodes only. After an error with `Placement(engine="ray")`, the model and the history
+        are as they were before `fit`.
 
-        Each submodule trains in the mode in which it comes, so a BatchNorm or dropout in evaluation mode stays in it,
-        and a model in evaluation mode whose submodules are in training mode does too. Only if the model and all its
-        submodules are in evaluation mode, as `from_pretrained` of transformers returns them, does `fit` train them in
-        training mode. After `fit` each submodule has the mode that it had
-        before. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
+        Every module trains in its current mode, so a BatchNorm or dropout layer in evaluation mode stays in evaluation
+        mode. The one exception is a model that is in evaluation mode with all its submodules, as transformers'
+        `from_pretrained` returns it: `fit` trains it in training mode. After `fit`, every module has its previous mode
+        again. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
         train in two fits.
         """
         from exogym.core.engine.engines import local_device
@@ -197,7 +198,8 @@ class LocalTrainer(Trainer):
         options = checked_options(replace(asked, resume=asked_to_go_on(asked)))
         fill_in()
         is_here = options.placement.engine is None
-        # With an engine elsewhere no process runs here: each chooses its own machine's device.
+        # If the engine runs elsewhere, this process trains nothing, and each process there chooses its own machine's
+        # device.
         device = Device.named(local_device(options.device)).place if is_here else CPU
         with _turn.taken(self.model), preserved_state(device), one_thread(device), kept_modes(self.model):
             if is_here:

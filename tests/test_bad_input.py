@@ -267,8 +267,8 @@ def test_missing_and_positional_arguments():
     [
         ({"val_datasets": []}, "did you mean 'val_dataset'"),
         ({"loss": F.cross_entropy}, "did you mean 'loss_fn'"),
-        ({"loss_fn": 3}, "loss_fn=3 cannot be called"),
-        ({"loss_fn": nn.CrossEntropyLoss}, r"is a class: give an object of it, CrossEntropyLoss\(\)"),
+        ({"loss_fn": 3}, "loss_fn=3 must be a function"),
+        ({"loss_fn": nn.CrossEntropyLoss}, r"is a class: pass an instance, CrossEntropyLoss\(\)"),
         ({"metrics": [F.cross_entropy]}, "must map names to functions"),
         ({"metrics": {"error": 3}}, "must map names to functions"),
     ],
@@ -279,7 +279,7 @@ def test_wrong_arguments_of_the_trainer(given, words):
 
 
 def test_a_model_that_is_none():
-    with pytest.raises(ArgumentError, match=r"model is a function, wanted a torch\.nn\.Module"):
+    with pytest.raises(ArgumentError, match=r"model must be a torch\.nn\.Module, not function"):
         LocalTrainer(lambda x: x, examples())
 
 
@@ -305,7 +305,7 @@ STRATEGIES = [
     (lambda: SimpleReduceStrategy(max_norm=-1), "max_norm=-1 must be a positive number"),
     (lambda: SimpleReduceStrategy(lr=-0.1), r"lr=-0\.1 must be a number"),
     (lambda: SimpleReduceStrategy(lr="fast"), "lr='fast' must be a number"),
-    (lambda: SimpleReduceStrategy(lr=0.1, inner_lr=0.2), "inner_lr=0.2 means lr=0.2, but lr=0.1 is given too"),
+    (lambda: SimpleReduceStrategy(lr=0.1, inner_lr=0.2), "inner_lr=0.2 means lr=0.2, but lr=0.1 was passed as well"),
     (lambda: SimpleReduceStrategy(OptimSpec("sgd", lr=0.1), lr=0.2), "lr is given twice"),
     (lambda: SimpleReduceStrategy(lr_scheduler="cosin"), "did you mean 'cosine'"),
     (lambda: SimpleReduceStrategy(warmup_steps=1.5), r"warmup_steps=1\.5"),

@@ -94,11 +94,11 @@ def payload_bytes(row_bytes, steps):
 
 for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=payload_bytes).items():
     print(f"{law}: {seen}")
-# > repeatable: two runs end in the same bits
-# > stretches: one step at a time ends in the same bits
-# > stopping: stopped and resumed, runs end in the same bits
-# > placement: no modules act on its rows together, so nodes are always apart
-# > single node: one node alone trains and sends nothing
+# > repeatable: two runs are bitwise identical
+# > stretches: training one step at a time is bitwise identical
+# > stopping: runs that stop and resume are bitwise identical
+# > placement: no module acts on several rows together, so nodes are always separate
+# > single node: a single node trains and sends nothing
 # > bytes: 2112 bytes per node
 # > learns: validation loss from 1.0487 to 0.0538
 

@@ -1,7 +1,7 @@
 """Train with a strategy inside your own training loop, or inside another trainer.
 
-`exogym.attach(model, optimizer, strategy)` makes the calling process one node. The loop computes the gradients; the
-returned `Nodes` does everything else that the strategy needs.
+`exogym.attach(model, optimizer, strategy)` turns the calling process into a node. Your loop computes the gradients, and
+the returned `Nodes` does everything else that the strategy needs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Check what `attach` is given, before anything is made."""
+"""Check the arguments of `attach` before anything is built."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel
 
 
 def check_model(model: nn.Module, is_sharded: bool = False) -> torch.device:
-    """Return the model's device. With `is_sharded`, parameters may be divided over the processes of a node.
+    """Return the model's device. If `is_sharded`, parameters may be divided over the processes of a node.
 
     Raises:
-        ArgumentError: `model` is no module, or another library spreads it over processes or devices.
+        ArgumentError: `model` is not a module, or another library splits it over processes or devices.
         ModelError: a parameter has no values, or the model has no trainable parameter.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+        raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, module in model.named_modules():
         if type(module).__name__ in WRAPPERS:
             where = "the model" if not name else repr(name)
             raise ArgumentError(
-                f"{where} is wrapped in {type(module).__name__}, which averages or splits the parameters itself: give "
-                "attach the plain model, and let the strategy communicate"
+                f"{where} is wrapped in {type(module).__name__}, which averages or splits the parameters itself: pass "
+                "the unwrapped model to attach, and let the strategy communicate"
             )
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(x, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
@@ -42,8 +42,8 @@ def check_model(model: nn.Module, is_sharded: bool = False) -> torch.device:
             raise ModelError(f"{name!r} is on the meta device and has no values: materialize the model before attach")
         if type(x.data) is not torch.Tensor and not is_sharded:
             raise ModelError(
-                f"{name!r} is a {type(x.data).__name__}, a part of a tensor that several processes hold, but without "
-                "node= each process is a whole node: give attach node=, the mesh or process group of this node's "
+                f"{name!r} is a {type(x.data).__name__}, a part of a tensor that several processes hold, but each "
+                "process is a whole node: pass node= to attach, with the mesh or process group of this node's "
                 "processes"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -56,10 +56,10 @@ def check_model(model: nn.Module, is_sharded: bool = False) -> torch.device:
 
 
 def check_strategy(strategy: Any, total_steps: int | None, is_sharded: bool = False) -> None:
-    """Raise ArgumentError if `strategy` cannot be attached, or needs to know the run's length."""
+    """Raise ArgumentError if `strategy` can't be attached, or needs `total_steps` and doesn't have it."""
     if not isinstance(strategy, Strategy):
         raise ArgumentError(
-            f"strategy={strategy!r} must be a strategy's instance, such as exogym.strategy.DiLoCoStrategy(H=100)"
+            f"strategy={strategy!r} must be an instance of a strategy, such as exogym.strategy.DiLoCoStrategy(H=100)"
         )
     check(strategy.features() | {"attach": "exogym.attach"})
     if is_sharded:
@@ -67,11 +67,11 @@ def check_strategy(strategy: Any, total_steps: int | None, is_sharded: bool = Fa
     if total_steps is not None:
         check_count("total_steps", total_steps)
     elif (needing := _needs_length(strategy)) is not None:
-        raise ArgumentError(f"{needing} depends on the run's length: give attach total_steps")
+        raise ArgumentError(f"{needing} depends on the run's length: pass total_steps to attach")
 
 
 def _needs_length(strategy: Strategy) -> str | None:
-    """Return the setting of `strategy` that depends on the number of steps; None: there is none."""
+    """Return the setting of `strategy` that depends on the number of steps, or None."""
     given = vars(strategy).get("given_arguments", {})
     for name in ("lr_scheduler", "outer_lr_scheduler", "outer_momentum_scheduler"):
         schedule = given.get(name)
@@ -94,21 +94,23 @@ def modules_of(strategy: Any) -> list[Module]:
 
 
 def check_optimizer(optimizer: Any, strategy: Strategy, model: nn.Module, is_sharded: bool = False) -> None:
-    """Raise ArgumentError if the user's optimizer cannot take the node's steps, or contradicts the strategy."""
+    """Raise ArgumentError if the user's optimizer can't take the node's steps, or contradicts the strategy."""
     name = type(strategy).__name__
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
-            f"optimizer is a {type(optimizer).__name__}, wanted a torch.optim.Optimizer, or None to let the strategy "
-            "make the optimizer"
+            "optimizer must be a torch.optim.Optimizer, or None to let the strategy create one, not "
+            f"{type(optimizer).__name__}"
         )
-    spec = OptimSpec(type(optimizer))  # an optimizer that needs more than gradients is an error
+    spec = OptimSpec(type(optimizer))  # raises an error for an optimizer that needs more than gradients
     if is_sharded and spec.acts_on == "tensors":
         raise ArgumentError(
-            f"{type(optimizer).__name__} needs whole tensors, and each process of a node has a part of every tensor: "
-            f"give optimizer=None, and describe the optimizer in {name}"
+            f"{type(optimizer).__name__} needs whole tensors, but each process of a node has only a part of every "
+            f"tensor: pass optimizer=None, and describe the optimizer in {name}"
         )
     if isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("differentiable"):
-        raise ArgumentError("the optimizer has differentiable=True, but a node's step has no gradients: leave it out")
+        raise ArgumentError(
+            "the optimizer has differentiable=True, but a node's step is not differentiable: leave it out"
+        )
     _check_parameters(optimizer, model)
     why = ""
     if strategy.own_rule:
@@ -118,7 +120,9 @@ def check_optimizer(optimizer: Any, strategy: Strategy, model: nn.Module, is_sha
     elif _reads_inner(strategy):
         why = "whose equation uses the inner optimizer's settings or state"
     if why:
-        raise ArgumentError(f"an optimizer with {name}, {why}: give optimizer=None and describe it in {name}")
+        raise ArgumentError(
+            f"attach got an optimizer and {name}, {why}: pass optimizer=None and describe the optimizer in {name}"
+        )
     _check_description(optimizer, strategy)
 
 
@@ -127,15 +131,15 @@ def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if strange := held - named.keys():
         raise ArgumentError(
-            f"the optimizer holds {len(strange)} tensors that are no parameters of the model: make it from "
-            "model.parameters(), after the model's last change"
+            f"the optimizer holds {len(strange)} tensors that are not parameters of the model: create it from "
+            "model.parameters(), after the last change to the model"
         )
     left = [named[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
     if left:
         raise ArgumentError(
-            f"the optimizer lacks {len(left)} trainable parameters, such as {left[0]!r}: a node has one optimizer for "
-            "all of them. Make one optimizer with parameter groups, or freeze these parameters before attach "
-            "(requires_grad_(False))"
+            f"the optimizer lacks {len(left)} trainable parameters, such as {left[0]!r}, but a node has one optimizer "
+            "for all of them. Create one optimizer with parameter groups, or freeze these parameters before attach "
+            "with requires_grad_(False)"
         )
 
 
@@ -145,25 +149,25 @@ def _reads_inner(strategy: Strategy) -> bool:
 
 
 def _check_description(optimizer: Optimizer, strategy: Strategy) -> None:
-    """Raise ArgumentError if the strategy describes another inner optimizer than the user's."""
+    """Raise ArgumentError if the strategy describes an inner optimizer that differs from the user's."""
     given = vars(strategy).get("given_arguments", {})
     spec, kind = strategy.inner.spec, type(optimizer)
     described = "inner_optim" in given or spec.cls is MuonAdamW
     if described and (spec.is_function or not issubclass(kind, spec.cls)):
         raise ArgumentError(
             f"the optimizer is {kind.__name__}, but {strategy!r} describes {spec!r}: leave inner_optim out of the "
-            "strategy, or give optimizer=None"
+            "strategy, or pass optimizer=None"
         )
     for name, wanted in spec.kwargs.items() if described or "lr" in given else ():
         for group in optimizer.param_groups:
             has = group.get(f"initial_{name}", group.get(name, wanted))
             if has != wanted:
                 raise ArgumentError(
-                    f"the optimizer has {name}={has!r}, but {strategy!r} describes {name}={wanted!r}: leave {name} out "
-                    "of the strategy, or give optimizer=None"
+                    f"the optimizer has {name}={has!r}, but {strategy!r} describes {name}={wanted!r}: leave {name} "
+                    "out of the strategy, or pass optimizer=None"
                 )
     if described and spec.groups:
         raise ArgumentError(
             f"{spec!r} describes parameter groups, but the optimizer has its own: leave inner_optim out of the "
-            "strategy, or give optimizer=None"
+            "strategy, or pass optimizer=None"
         )

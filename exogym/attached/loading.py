@@ -1,4 +1,4 @@
-"""One node's batches for a loop of the user, dealt as `LocalTrainer.fit` deals them."""
+"""One node's batches for a user's training loop, distributed as `LocalTrainer.fit` distributes them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from exogym.strategy.strategy import Strategy
 
 
 class NodeLoader:
-    """Yield a node's batches of one epoch, for one node's loop. `Nodes.loader` makes this object.
+    """Yield a node's batches of one epoch for its training loop. `Nodes.loader` creates this object.
 
-    An iteration begins at the node's current step and ends with the epoch. So after a resume, the first iteration
-    yields the rest of the interrupted epoch. If an iterable has no length, an iteration has no end.
+    An iteration begins at the node's current step and ends with the epoch, so after a resume, the first iteration
+    yields the rest of the interrupted epoch. Over an iterable without a length, an iteration doesn't end.
 
     Args:
         stream: the batches of all nodes.
         node: the node's rank.
-        batches_per_step: batches of one optimizer step. If it is 1, an item is a batch. Otherwise an item is a list of
-            the step's batches.
+        batches_per_step: batches of one optimizer step. If it is 1, an item is a batch; otherwise it is a list of the
+            step's batches.
         step: a function that returns the node's number of steps so far.
         share: (k, n): yield the k-th of n equal parts of each batch. A node of n processes has n parts.
 
@@ -39,16 +39,16 @@ class NodeLoader:
         self.share = share
 
     def __len__(self) -> int:
-        """Return the steps of an epoch.
+        """Return the number of steps in an epoch.
 
         Raises:
-            ArgumentError: the data are an iterable without a length. (It is also a TypeError, so `list` and progress
-                bars do without the number.)
+            ArgumentError: the data set is an iterable without a length. (ArgumentError is also a TypeError, so `list`
+                and progress bars do without the length.)
         """
         if self.stream.endless:
             raise ArgumentError(
-                "len(loader): the data are an iterable without a length, so an epoch's steps are unknown: give "
-                "exogym.data.IterableData(dataset, length=...), or count the steps in your loop"
+                "len(loader): the data set is an iterable without a length, so the number of steps in an epoch is "
+                "unknown: pass exogym.data.IterableData(dataset, length=...), or count the steps in your loop"
             )
         return self.stream.steps_per_epoch
 
@@ -71,7 +71,7 @@ class NodeLoader:
         if total % parts:
             raise DataError(
                 f"a batch of node {self.node} has {total} examples, which its {parts} processes cannot share evenly: "
-                "give each node at least batch_size examples"
+                "use a data set with at least batch_size examples per node"
             )
         return slice_batch(batch, k * total // parts, (k + 1) * total // parts)
 
@@ -80,10 +80,10 @@ def stream_of_node(
     dataset: Any, strategy: Strategy, num_nodes: int, seed: int, *, parts: int = 1, batch_size: int,
     gradient_accumulation: int, shuffle: bool, partitioner: Any, dataloader_kwargs: dict[str, Any] | None,
 ) -> Stream:  # fmt: skip
-    """Return the stream that deals `dataset` to the nodes, for the loops of nodes of `parts` processes.
+    """Return the stream that distributes `dataset` to nodes of `parts` processes each.
 
     Raises:
-        ArgumentError: an argument is wrong, the strategy cannot train on these data, or a node's processes cannot share
+        ArgumentError: an argument is wrong, the strategy can't train on the data set, or a node's processes can't share
             its batches evenly.
         DataError: `dataset` cannot be used.
     """
@@ -92,8 +92,8 @@ def stream_of_node(
     check_switch("shuffle", shuffle)
     if batch_size % parts:
         raise ArgumentError(
-            f"batch_size={batch_size} over the {parts} processes of a node is not even, so the mean of their losses "
-            f"would weigh examples differently: give a multiple of {parts}"
+            f"batch_size={batch_size} cannot be divided evenly over the {parts} processes of a node, so the mean of "
+            f"their losses would weight examples differently: pass a multiple of {parts}"
         )
     stream = Stream(
         dataset, num_nodes, batch_size=batch_size * gradient_accumulation, seed=seed, shuffle=shuffle,
@@ -105,8 +105,8 @@ def stream_of_node(
         check(strategy.features() | found)
     elif left := [n for n in stream.last_batches.tolist() if n % parts]:
         raise ArgumentError(
-            f"a node's last batch of an epoch has {left[0]} examples, which its {parts} processes cannot share evenly: "
-            f"give a data set whose length is a multiple of {parts * num_nodes} (nodes x processes), such as "
+            f"a node's last batch of an epoch has {left[0]} examples, which its {parts} processes cannot share "
+            f"evenly: pass a data set whose length is a multiple of {parts * num_nodes} (nodes x processes), such as "
             "torch.utils.data.Subset(dataset, range(n))"
         )
     return stream

@@ -1,4 +1,4 @@
-"""The machinery of an attached node: one row, the strategy's adapter, and the steps that the user's loop takes."""
+"""An attached node: one row, the strategy's adapter, and the steps that the user's loop takes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelErro
 from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run, Strategy
 
-LONGEST = 1024  # most steps of a stretch
-_open: weakref.WeakSet[Node] = weakref.WeakSet()  # the nodes of this process whose runs are not finished
+LONGEST = 1024  # the longest stretch in steps
+_open: weakref.WeakSet[Node] = weakref.WeakSet()  # this process's nodes whose runs are not finished
 ENDLESS = 2**53  # the length of a run without `total_steps`
 BUFFERS = ("fleet.buffer.", "own.")  # the name of a buffer in a row's state begins with one of these
 
@@ -53,13 +53,13 @@ BUFFERS = ("fleet.buffer.", "own.")  # the name of a buffer in a row's state beg
 class Node:
     """This process's row of an attached run.
 
-    The parameters are in the row from the beginning. Everything else that a strategy needs is made before the first
-    step (`_begin`): only then it is known which buffers training changes, and how many examples each node has.
+    The row holds the parameters from the beginning. Everything else that a strategy needs is built before the first
+    step (`_begin`), because only then it is known which buffers training changes and how many examples each node has.
 
     Attributes:
         rank, part: the node's number, and the number of this process in it.
         users: the user's optimizer, or None if the strategy's inner optimizer takes the steps.
-        has_begun: whether the node's first step has begun. Before it there are no `driver`, `compute` and `standing`.
+        has_begun: whether the node's first step has begun. Until then, `driver`, `compute` and `standing` don't exist.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Node:
             scheduled = {"lr_scheduler", "warmup_steps"} & vars(strategy).get("given_arguments", {}).keys()
             length = total_steps or ENDLESS
             self.users = UsersOptimizer(optimizer, strategy.inner, self.worker, length, bool(scheduled))
-            self.users.node = self  # lives as long as its hooks, so that `abandon_others` finds it
+            self.users.node = self  # kept alive by its hooks, so that `abandon_others` finds it
         _open.add(self)
         self.driver: Driver
         self.compute: Loop
@@ -100,7 +100,7 @@ class Node:
         self._rates: dict[int, float] = {}  # of the current stretch's steps
         self._examples: list[int] = []
         self._values: Tensor  # all nodes' losses in the current stretch
-        self._place: tuple[Tensors, Tensors] = {}, {}  # where a loaded state's loader was, until there is a loader
+        self._place: tuple[Tensors, Tensors] = {}, {}  # the loader's position in a loaded state, until a loader exists
 
     @property
     def step(self) -> int:
@@ -113,17 +113,17 @@ class Node:
     # The first step
 
     def take_stream(self, stream: Stream) -> None:
-        """Use the numbers of examples in `stream` as the run's numbers.
+        """Use the numbers of examples in `stream` for the run.
 
         Raises:
-            ArgumentError: the run has begun with other numbers, and a module weights nodes by their examples.
+            ArgumentError: the run began with other numbers of examples, and a module weights nodes by them.
         """
         examples = stream.examples.tolist()
         if stream.iterated is not None:
             place, is_first = stream.iterated.begin(self.fleet), "data" not in self.fleet.state.parts
-            self.fleet.state.parts["data"] = place  # a new loader takes an old loader's place
+            self.fleet.state.parts["data"] = place  # a new loader replaces an old one
             row, shared = self._place
-            if is_first and (row or shared):  # a state was loaded before: go to its place
+            if is_first and (row or shared):  # a state was loaded before: move to its position
                 place.load_row(0, row)
                 place.load_shared(shared)
         if not self.has_begun:
@@ -134,12 +134,13 @@ class Node:
             and any(getattr(module, "weighting", None) == "examples" for module in modules_of(self.strategy))
         ):
             raise ArgumentError(
-                f"{type(self.strategy).__name__} weights nodes by their examples, and training has begun with other "
-                f"numbers than {examples[:8]}: call nodes.loader before the first step, or give weighting='uniform'"
+                f"{type(self.strategy).__name__} weights nodes by their numbers of examples, and training began with "
+                f"other numbers than {examples[:8]}: call nodes.loader before the first step, or pass "
+                "weighting='uniform'"
             )
 
     def _begin(self, changing: Mapping[str, Tensor], examples: list[int]) -> None:
-        """Make the strategy's adapter and the records.
+        """Create the strategy's adapter and the records.
 
         Args:
             changing: the buffers that training changes, by name, with their values before training.
@@ -177,14 +178,14 @@ class Node:
         text = None if self.total_steps is None else few_rounds(strategy, self.total_steps)
         if text is not None and self.wire.is_main:
             notice(text, about="few outer rounds", once=True)
-        fleet.state.shared()  # fails now, not at the first `state_dict`, if state cannot be saved
+        fleet.state.shared()  # if the state can't be saved, fail now instead of at the first `state_dict`
         self.standing.start_clock()
         self.has_begun = True
         for p, grad in zip(worker.parameters, grads, strict=True):
             p.grad = grad
 
     def _description(self) -> dict[str, Any]:
-        """Return what must be equal for a state to fit this run, as JSON values."""
+        """Return the settings that must match if a state is loaded into this run, as JSON values."""
         layouts = [block.layout.whole or block.layout for block in self.fleet.blocks]
         return {
             "strategy": describe(self.strategy), "num_nodes": self.fleet.num_nodes, "seed": self.seed,
@@ -196,14 +197,14 @@ class Node:
         }  # fmt: skip
 
     def _changed_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that the first forward pass has changed on any node, with their values before it."""
+        """Return the buffers that the first forward pass changed on any node, with their values before it."""
         changed, before = [], dict[str, Tensor]()
         for name, buffer in self.model.named_buffers():
             was, at, value = self._buffers.get(name, (None, 0, None))
             if value is None or value.shape != buffer.shape:
                 raise ModelError(
-                    f"the model made or resized the buffer {name!r} in its first step, so no node would start with the "
-                    "right values: run the model on one batch before attach"
+                    f"the model created or resized the buffer {name!r} in its first step, so no node would start with "
+                    "the right values: run the model on one batch before attach"
                 )
             before[name] = value
             if not same(value, buffer) or (buffer is was and version(buffer) != at):
@@ -213,7 +214,7 @@ class Node:
         return {name: value for name, value in before.items() if name in names}
 
     def _told(self, changed: list[str] | None) -> list[list[str]]:
-        """Return all processes' lists `changed` at the first step, or at an end without a step (None)."""
+        """Exchange the lists `changed` of all processes at the first step, or at an end without a step (None)."""
         told = gather(self.wire, changed)
         self._check_together([int(names is not None) for names in told])
         return told
@@ -221,7 +222,7 @@ class Node:
     # A step
 
     def before_step(self, loss: Tensor | float | None = None) -> None:
-        """Do what a step does before the optimizer's step; the gradients are in `.grad`."""
+        """Do the part of a step before the optimizer's step; the gradients are in `.grad`."""
         self.worker.check(0)
         if self.shards is not None:
             self.shards.take_gradients()
@@ -233,8 +234,8 @@ class Node:
                 self._begin(changing, examples)
         if self.total_steps is not None and self.step >= self.total_steps:
             raise ArgumentError(
-                f"step {self.step + 1} of a run with total_steps={self.total_steps}: call nodes.finish(), or give "
-                "attach the right total_steps"
+                f"step {self.step + 1} is beyond total_steps={self.total_steps}: call nodes.finish() earlier, or pass "
+                "a larger total_steps to attach"
             )
         self._check_dense()
         algorithm, losses, step = self.driver.algorithm, self.driver.losses, self.step
@@ -276,7 +277,7 @@ class Node:
             inner.step(0, self.step, clip=not self.driver.algorithm.needs_gradients)
 
     def after_step(self) -> None:
-        """Do what a step does after the optimizer's step."""
+        """Do the part of a step after the optimizer's step."""
         step = self.step + 1
         if self.compute.inner is not None:
             self.compute.taken[0] = step
@@ -284,12 +285,12 @@ class Node:
             self._end_stretch()
 
     def _meet(self, step: int) -> Tensor:
-        """Return all nodes' losses in the current stretch, (N, steps), once all nodes have come to `step`.
+        """Return all nodes' losses in the current stretch, (N, steps), once all nodes have reached `step`.
 
-        Each node communicates only after this exchange. So a node that has ended its loop meets the others here.
+        Each node communicates only after this exchange, so a node whose loop has ended still meets the others here.
 
         Raises:
-            TrainingError: another node has come to another step.
+            TrainingError: another node is at another step.
         """
         losses = self.driver.losses
         means = losses.means()
@@ -306,22 +307,22 @@ class Node:
         found = {counts[k]: k // per_node for k in reversed(range(len(counts)))}
         (few, first), *_, (many, other) = sorted(found.items())
         raise TrainingError(
-            f"node {first} ends after {few} steps, but node {other} is at step {many}: all nodes take equally many "
-            "steps, so decide the end from numbers that all nodes have, such as the step or the averaged model's loss"
+            f"node {first} ended after {few} steps, but node {other} is at step {many}: all nodes must take the same "
+            "number of steps, so end the loop by a number that all nodes share, such as the step or the averaged "
+            "model's loss"
         )
 
     def _check_gradients(self) -> None:
-        """Raise ModelError if there are no gradients, or gradients of parameters that have no place in the row."""
+        """Raise ModelError if there are no gradients, or gradients of parameters that are not in the row."""
         if all(p.grad is None for p in self.worker.parameters):
             raise ModelError(
-                "no parameter has a gradient: call loss.backward() before the step. A node takes each of its steps, "
-                "also where a batch gives no gradient"
+                "no parameter has a gradient: call loss.backward() before the step. Nodes can't skip steps"
             )
         for name, p in self.frozen:
             if p.grad is not None or p.requires_grad:
                 raise ModelError(
-                    f"{name!r} was frozen when attach was called, and is trained now: no node would share its changes. "
-                    "Call nodes.finish() and attach again"
+                    f"{name!r} was frozen when attach was called but is trained now, so its changes would not reach "
+                    "the other nodes. Call nodes.finish() and attach again"
                 )
 
     def _check_dense(self) -> None:
@@ -330,7 +331,7 @@ class Node:
             check_dense(zip(self.worker.names, self.worker.parameters, strict=True))
 
     def _end_stretch(self, is_over: bool = False) -> None:
-        """End the stretch; `is_over`: at the node's step, earlier than planned, because the loop is over."""
+        """End the stretch. If `is_over`, the loop has ended, so the stretch ends early, at the node's step."""
         driver, losses = self.driver, self.driver.losses
         first, last = losses.first, self.step if is_over else losses.last
         self.watch.row(self.rank, 0, last)
@@ -353,7 +354,7 @@ class Node:
         self._rates = {}
 
     def _generators(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that keeps the loop's random state, where the strategy's own step draws random numbers."""
+        """Return a context that keeps the loop's random state while the strategy's own step draws random numbers."""
         is_program = self.compute.inner is None
         return preserved_state(self.device) if is_program else contextlib.nullcontext()
 
@@ -377,9 +378,9 @@ class Node:
 
     @contextlib.contextmanager
     def showing(self, node: int | None) -> Iterator[nn.Module]:
-        """A context in which the model itself has those parameters and buffers, in evaluation mode."""
+        """A context in which the model itself has the parameters and buffers of `put_into`, in evaluation mode."""
         if any(p.grad is not None for p in self.model.parameters()):
-            raise ModelError("the model holds gradients of a step that has begun: evaluate after nodes.step()")
+            raise ModelError("the model holds gradients of an unfinished step: evaluate after nodes.step()")
         try:
             with evaluation_mode(self.model), torch.no_grad():
                 if self.has_begun:
@@ -403,7 +404,7 @@ class Node:
             losses, step = self.driver.losses, self.step
             if losses.under_way:
                 self._end_stretch(is_over=True)
-            elif step != self.total_steps:  # another node may be on its way to the next stretch's end
+            elif step != self.total_steps:  # another node may already be in the next stretch
                 losses.begin(step, self.standing.agenda.stretch_end(step, self.driver.algorithm.next_event(step)))
                 self._meet(step)
                 losses.forget()
@@ -421,7 +422,7 @@ class Node:
         self.wire.leave()
 
     def abandon(self) -> None:
-        """End the run where it stands, without the other processes. Parameters stay, gradients are None."""
+        """End the run immediately, without the other processes. Parameters stay, and gradients become None."""
         self.is_abandoned = True
         self.worker.clear_grads()
         if self.shards is not None:
@@ -448,9 +449,7 @@ class Node:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if not _is_state(state):
-            raise CheckpointError(
-                "the state is not from nodes.state_dict(): give load_state_dict what state_dict returned"
-            )
+            raise CheckpointError("the state is not from nodes.state_dict(): pass the value that state_dict returned")
         meta = dict(state["meta"])
         saved, own = (
             (place["node"], place.get("part", 0)) for place in (state, {"node": self.rank, "part": self.part})
@@ -460,11 +459,12 @@ class Node:
                 f"node {node}" + (f", process {part}" if part or self.shards else "") for node, part in (saved, own)
             ]
             raise CheckpointError(
-                f"the state is of {those[0]}, but this process is {those[1]}: each process saves and loads its own file"
+                f"the state belongs to {those[0]}, but this process is {those[1]}: each process must save and load "
+                "its own file"
             )
         if not meta["step"] and not state["row"]:
             if self.has_begun:
-                raise CheckpointError("the state is from before the first step, but this run has begun: attach again")
+                raise CheckpointError("the state was saved before the first step, but this run has begun: attach again")
             return
         if not self.has_begun:
             every = state["row"].items()
@@ -474,7 +474,9 @@ class Node:
         for name, value in self.standing.description.items():
             if (had := meta["description"].get(name)) != value:
                 what = "another model" if name in ("model", "shared") else f"{name}={had!r}, not {value!r}"
-                raise CheckpointError(f"the state is from a run with {what}: attach with the arguments of that run")
+                raise CheckpointError(
+                    f"the state is from a run with {what}: call attach with the arguments of that run"
+                )
         self._rates = {int(step): rate for step, rate in meta.pop("rates")}
         meta.pop("examples")
         try:
@@ -497,7 +499,7 @@ def abandon_others(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 
 def wire_of_world(device: torch.device, gpus: int | None = None) -> Wire:
-    """Return the wire between the processes of this run, each with one node; a script alone is one node.
+    """Return the wire between this run's processes: each is one node, and a script on its own is a single node.
 
     `gpus` is `join_world`'s.
     """

@@ -1,4 +1,4 @@
-"""Attach a strategy to a training loop of the user: this process is one node, and the loop computes its gradients."""
+"""Attach a strategy to a user's training loop: this process is one node, and the loop computes its gradients."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ def attach(
     seed: int = 0,
     node: Any = None,
 ) -> Nodes:
-    """Make this process a node that trains with `strategy`, in a training loop of the user.
+    """Turn this process into a node that trains with `strategy` in your own training loop.
 
-    Under `python -m exogym.launch`, torchrun, SLURM or Ray each process is a node, and all processes make this call
-    together. A script that nobody launched is a single node. All nodes start with the model of node 0.
+    Under `python -m exogym.launch`, torchrun, SLURM or Ray, each process is a node, and all processes call `attach`
+    together. A script that was started without a launcher is a single node. All nodes start with node 0's model.
 
-    From this call on, the model's parameters are views of the node's row. The loop computes gradients as before, and
-    calls `Nodes.step()` in the place of `optimizer.step()`. The same batches and optimizer give the same bits as
-    `LocalTrainer.fit(strategy)`.
+    After this call, the model's parameters are views of the node's row. The loop computes gradients as before and calls
+    `Nodes.step()` instead of `optimizer.step()`. With the same batches and optimizer, the result is bitwise identical
+    to `LocalTrainer.fit(strategy)`.
 
-    If the loop of an earlier run with this model or optimizer was interrupted before `Nodes.finish`, `attach` ends that
-    run. It clears the gradients, and leaves the parameters and the optimizer's state as they are.
+    If an earlier run with this model or optimizer was interrupted before `Nodes.finish`, `attach` ends that run: it
+    clears the gradients and keeps the parameters and the optimizer's state.
 
     Args:
         model: the model on its device, not wrapped in DDP or FSDP.
-        optimizer: a torch optimizer of the model's parameters, which takes the steps. None: the strategy's inner
-            optimizer takes the steps.
-        strategy: as for `fit`. If `optimizer` is given, the strategy's `max_norm`, `lr_scheduler` and `warmup_steps`
-            apply to it, and other descriptions of the inner optimizer must agree with it.
+        optimizer: the torch optimizer of the model's parameters that takes the steps. None: the strategy's inner
+            optimizer takes them.
+        strategy: as for `fit`. If you pass an `optimizer`, the strategy's `max_norm`, `lr_scheduler` and `warmup_steps`
+            apply to it, and anything else that the strategy says about the inner optimizer must agree with it.
         total_steps: the run's length in optimizer steps. Only schedules over the run and some strategies need it.
-        seed: seed of everything random that the strategy, `Nodes.loader` and `Nodes.reseed` draw.
-        node: this node's processes, if several processes are one node and `fully_shard` divides the model over them:
-            the torch device mesh that `fully_shard` got, or its process group. Nodes have equally many consecutive
-            processes. The bits equal the bits of `fit(strategy, node=NodeMesh(shard=k))` in the same processes.
+        seed: seed of all random numbers of the strategy, `Nodes.loader` and `Nodes.reseed`. node: this node's
+            processes, if a node consists of several processes over which `fully_shard` divides the model: the torch
+            device mesh that `fully_shard` got, or its process group. Every node needs the same number of consecutive
+            processes. The result is bitwise identical to `fit(strategy, node=NodeMesh(shard=k))` in the same processes.
 
     Raises:
-        ArgumentError: an argument is wrong, or the strategy or optimizer cannot be used in a loop of the user.
-        ModelError: the model cannot be a row: it is on several devices, has no trainable parameter, or a node's
-            processes hold it otherwise than `fully_shard` divides it.
+        ArgumentError: an argument is wrong, or the strategy or optimizer can't be used in a user's loop.
+        ModelError: the model can't be a row: it is on several devices, has no trainable parameter, or is divided over a
+            node's processes in another way than `fully_shard` does it.
 
     >>> import torch
     >>> from exogym.strategy import DiLoCoStrategy
@@ -85,16 +85,16 @@ def attach(
 
 
 class Nodes:
-    """One node of a run whose training loop belongs to the user. `attach` makes this object.
+    """One node of a run with the user's training loop. `attach` returns this object.
 
-    These methods need all processes: `step`, `follow_optimizer`'s steps, `finish`, `model_of`, `evaluating`. Each
-    process must call them equally often.
+    All processes must call `step` (or the optimizer's step after `follow_optimizer`), `finish`, `model_of` and
+    `evaluating` together, and equally often.
 
     Attributes:
         rank: the node's number, from 0.
         num_nodes: N, the number of nodes.
-        part, parts: this process's number in its node, from 0, and how many processes the node has.
-        is_over: whether the run has ended, by `finish` or a later `attach` with this model or optimizer.
+        part, parts: this process's number in its node, from 0, and the number of processes in the node.
+        is_over: whether the run was ended by `finish` or by a later `attach` with this model or optimizer.
 
     >>> from torch import nn
     >>> from exogym.strategy import SimpleReduceStrategy
@@ -119,14 +119,14 @@ class Nodes:
 
     @property
     def step_count(self) -> int:
-        """The steps that the node has taken."""
+        """The number of steps that the node has taken."""
         return self._node.step
 
     @property
     def history(self) -> History:
-        """The records so far: bytes, learning rates, and losses that `step` got.
+        """The records so far: bytes, learning rates, and the losses that were passed to `step`.
 
-        Records come at the end of each stretch, so they end at the last synchronization.
+        Records are added at the end of each stretch, so the last record is from the last synchronization.
         """
         return self._node.history
 
@@ -143,19 +143,19 @@ class Nodes:
         partitioner: Any = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> NodeLoader:
-        """Return this node's batches of `dataset`, dealt to the nodes as `LocalTrainer.fit` deals them.
+        """Return this node's batches of `dataset`, distributed to the nodes as by `LocalTrainer.fit`.
 
-        An iteration yields one epoch, from the node's current step on. With `gradient_accumulation` over 1, an item is
-        the list of the step's batches, and a batch's share of the loss is its share of the step's examples. The
-        arguments are `fit`'s. In a node of several processes, `batch_size` counts the node's examples, and each process
-        gets an equal part of them.
+        An iteration yields one epoch, from the node's current step on. If `gradient_accumulation > 1`, an item is the
+        list of the step's batches, and a batch's share of the loss is its share of the step's examples. The arguments
+        are the same as in `fit`. In a node of several processes, `batch_size` counts the node's examples, and each
+        process gets an equal part.
 
         Raises:
-            ArgumentError: an argument is wrong, or the node's processes cannot share its batches evenly; or
-                training has begun, and a strategy that weights nodes by their examples would have needed this data set.
+            ArgumentError: an argument is wrong, or the node's processes can't share its batches evenly; or training has
+                begun without this data set, which the strategy needs to weight nodes by their numbers of examples.
             DataError: `dataset` cannot be used.
 
-        Warns if the node's batch normalization would get a single example, such as the rest of an epoch.
+        Warns if the node's batch normalization would get a single example, for example at the end of an epoch.
         """
         stream = stream_of_node(
             dataset, self._node.strategy, self.num_nodes, self._node.seed, parts=self.parts, batch_size=batch_size,
@@ -173,46 +173,48 @@ class Nodes:
     def reseed(self) -> None:
         """Seed torch, numpy and Python for this node's next step, as `fit` does before each step.
 
-        Call it before the forward pass of a step, or of its first micro-batch, if the model draws random numbers and
-        the bits must equal `fit`'s. Without it, the loop's own random state is used.
+        If the model draws random numbers and the result must be bitwise identical to `fit`, call it before the forward
+        pass of a step, or of the step's first micro-batch. Otherwise the loop's own random state is used.
         """
         self._node.worker.reseed(self.rank, self.step_count)
 
     # Steps
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Take the node's step, after `backward()`, in the place of `optimizer.step()`.
+        """Take the node's step. Call it after `backward()`, instead of `optimizer.step()`.
 
-        In order: the strategy's gradient modules, clipping to its `max_norm`, the optimizer's step, and whatever the
-        strategy does after this step. Then `.grad` of all parameters is None. The other nodes' parameters and gradients
-        are only read where the strategy communicates.
+        A step applies the strategy's gradient modules, clips to `max_norm`, takes the optimizer's step, does the
+        strategy's part after the step, and sets `.grad` of all parameters to None. It reads other nodes' parameters and
+        gradients only where the strategy communicates.
 
         Args:
             loss: this step's loss, for the history.
 
         Raises:
-            ArgumentError: the run is over, or has had its `total_steps`; the loss has several numbers; or a torch
-                scheduler changes the rate beside the strategy's schedule.
-            ModelError: no parameter has a gradient, or somebody has replaced or moved a parameter.
-            TrainingError: a gradient, an update or a loss is not finite; or another node has ended its loop.
+            ArgumentError: the run is over or has taken its `total_steps` steps; the loss is not a single number; or a
+                torch scheduler changes the learning rate although the strategy has a schedule.
+            ModelError: no parameter has a gradient, or a parameter was replaced or moved.
+            TrainingError: a gradient, an update or a loss is not finite; or another node's loop has ended.
         """
         self._check_open()
         if self._node.users is not None and self._node.users.follows:
             raise ArgumentError(
-                "nodes.step() after nodes.follow_optimizer(): the optimizer's own step() takes the node's step, so "
-                "leave nodes.step() out"
+                "nodes.step() was called after nodes.follow_optimizer(), which lets the optimizer's step() take the "
+                "node's step: remove the call of nodes.step()"
             )
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ArgumentError(f"loss has the shape {tuple(loss.shape)}, wanted one number: give nodes.step the mean")
+            raise ArgumentError(
+                f"loss must be a single number, but has the shape {tuple(loss.shape)}: pass its mean to nodes.step"
+            )
         self._node.before_step(loss)
         self._node.optimizer_step()
         self._node.after_step()
 
     def follow_optimizer(self) -> None:
-        """Let each `optimizer.step()` take the node's step, for trainers that call `optimizer.step()` themselves.
+        """Let each `optimizer.step()` take the node's step. Use it if another trainer calls `optimizer.step()`.
 
-        Torch's hooks of the optimizer then do what `step` does, before and after the optimizer's own step. A closure,
-        as in `optimizer.step(closure)`, computes the gradients first. Call this method once, before training.
+        Torch's optimizer hooks then do the work of `step` before and after the optimizer's own step. A closure, as in
+        `optimizer.step(closure)`, computes the gradients first. Call this method once, before training.
 
         Raises:
             ArgumentError: `attach` got optimizer=None.
@@ -220,7 +222,7 @@ class Nodes:
         self._check_open()
         users = self._node.users
         if users is None:
-            raise ArgumentError("follow_optimizer needs an optimizer to follow, but attach got optimizer=None")
+            raise ArgumentError("follow_optimizer needs an optimizer, but attach got optimizer=None")
 
         def before() -> None:
             self._check_open()
@@ -236,9 +238,9 @@ class Nodes:
     # Results
 
     def model_of(self, node: int | None = None) -> nn.Module:
-        """Return a copy of the model with the averaged (or outer) parameters and buffers, or the model of `node`.
+        """Return a copy of the model with the averaged (or outer) parameters and buffers, or with node `node`'s.
 
-        All processes make this call together. The traffic does not include it.
+        All processes call this method together. Its bytes are not counted.
 
         Raises:
             ArgumentError: the node does not exist, or the model is sharded over the node's processes.
@@ -246,7 +248,7 @@ class Nodes:
         self._check_node("model_of", node)
         if self._node.shards is not None:
             raise ArgumentError(
-                "model_of: torch cannot copy a model that fully_shard has divided. Use `with nodes.evaluating():`, in "
+                "model_of: torch can't copy a model that fully_shard has divided. Use `with nodes.evaluating():`, in "
                 "which your own model has the averaged parameters"
             )
         with preserved_state(self._node.device):  # the loop's random state
@@ -261,12 +263,12 @@ class Nodes:
     def evaluating(self, node: int | None = None) -> Iterator[nn.Module]:
         """A context in which the model has the averaged (or outer) parameters and buffers, or node `node`'s.
 
-        The model is in evaluation mode and computes no gradients. Afterward it has its own parameters and mode again.
-        All processes enter it together, between two steps. The traffic does not include it.
+        Inside, the model is in evaluation mode and computes no gradients. Afterward, it has its own parameters and mode
+        again. All processes enter the context together, between two steps. Its bytes are not counted.
 
         Raises:
             ArgumentError: the node does not exist, or the run is over.
-            ModelError: the model holds gradients: a step has begun.
+            ModelError: the model holds gradients of an unfinished step.
 
         >>> from exogym.strategy import DiLoCoStrategy
         >>> nodes = attach(nn.Linear(2, 1), None, DiLoCoStrategy(H=2))
@@ -280,14 +282,13 @@ class Nodes:
             yield model
 
     def finish(self) -> nn.Module:
-        """End the run: synchronize the last steps, and return the model, which holds what `fit` would return.
+        """End the run: synchronize the last steps, and return the model with the parameters that `fit` would return.
 
-        The parameters are ordinary tensors again. Each process has the same final model; in a node of several
-        processes each has its part of it.
+        The parameters are ordinary tensors again. Each process has the same final model, or its part of it in a node of
+        several processes.
 
         Raises:
-            TrainingError: the final model has numbers that are not finite, or another node has taken more or fewer
-                steps.
+            TrainingError: the final model is not finite, or another node has taken more or fewer steps.
         """
         self._check_open()
         self._node.finish()
@@ -295,11 +296,11 @@ class Nodes:
         return self._node.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the node's state, for `torch.save`: its parameters and buffers, the strategy's state and the history.
+        """Return the node's state for `torch.save`: its parameters and buffers, the strategy's state and the history.
 
-        Each process saves its own, also inside a node of several processes. Save the optimizer's state beside it if
-        `attach` got an optimizer. Tensors are not copied; the model's `state_dict` shares their memory, so one file
-        with both is no larger.
+        Each process saves its own state, also in a node of several processes. If you passed an optimizer to `attach`,
+        save the optimizer's state as well. Tensors are not copied and share memory with the model's `state_dict`, so a
+        file with both is no larger.
 
         Raises:
             ArgumentError: the run is over.
@@ -308,7 +309,7 @@ class Nodes:
         return self._node.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, which `state_dict` returned in a run with the same nodes and strategy.
+        """Continue from a `state` that `state_dict` returned in a run with the same nodes and strategy.
 
         Raises:
             CheckpointError: `state` belongs to another node or another run.
@@ -318,14 +319,14 @@ class Nodes:
 
     def _check_node(self, method: str, node: int | None) -> None:
         if node is not None and (isinstance(node, bool) or node not in range(self.num_nodes)):
-            raise ArgumentError(f"{method}({node!r}): wanted None for the averaged model, or a node from 0 to "
-                                f"{self.num_nodes - 1}")  # fmt: skip
+            last = self.num_nodes - 1
+            raise ArgumentError(f"{method}({node!r}): pass None for the averaged model, or a node from 0 to {last}")
 
     def _check_open(self) -> None:
         if self._node.is_abandoned:
             raise ArgumentError(
-                "the run is over, because attach was called again with its model or optimizer: use the Nodes that this "
-                "call returned"
+                "the run is over, because attach was called again with its model or optimizer: use the Nodes that "
+                "the later call returned"
             )
         if self.is_over:
             raise ArgumentError("the run is over, because nodes.finish() was called: attach again for another run")

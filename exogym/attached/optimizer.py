@@ -1,4 +1,4 @@
-"""The user's own optimizer, in the place of the inner optimizers that a run builds for its rows."""
+"""The user's own optimizer, which replaces the inner optimizers that a run builds for its rows."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from exogym.strategy.schedule import GIVEN, set_rates
 from exogym.strategy.strategy import Inner
 
 LATE = (
-    "optimizer.step() was called, but nodes.step() takes the step: call nodes.step() instead. If another trainer calls "
-    "optimizer.step(), call nodes.follow_optimizer() once, before training. To train without ExoGym again, call "
+    "optimizer.step() was called, but nodes.step() takes the step: call nodes.step() instead. If another trainer "
+    "calls optimizer.step(), call nodes.follow_optimizer() once before training. To train without ExoGym, call "
     "nodes.finish() first"
 )
 SCALER = (
-    "a GradScaler skips a step where a gradient of this process overflows, and the other nodes would not know: train "
+    "a GradScaler skips a step if a gradient of this process overflows, but the other nodes would not skip it: train "
     "in bf16, which needs no GradScaler"
 )
 MARK = "_step_supports_amp_scaling"
 
 
 class UsersOptimizer(Stateful):
-    """Step the user's optimizer, with the corrections, the clipping and the schedule that the strategy describes.
+    """Step the user's optimizer with the strategy's gradient corrections, clipping and schedule.
 
-    The user saves the optimizer's state. An optimizer's step from elsewhere is an error, or, after `follow`, takes the
+    The user saves the optimizer's state. If other code steps the optimizer, that is an error or, after `follow`, the
     node's step.
 
     Args:
-        is_scheduled: whether the strategy describes a learning-rate schedule. Otherwise the rates are the user's.
+        is_scheduled: whether the strategy describes a learning-rate schedule. Otherwise the user sets the rates.
 
     Attributes:
         optimizers: row 0's optimizer, {0: the user's optimizer}. Strategies that average moments read this dict.
@@ -67,14 +67,14 @@ class UsersOptimizer(Stateful):
         """Set the learning rates for step `at`, if the strategy describes a schedule.
 
         Raises:
-            ArgumentError: somebody else, such as a torch scheduler, has changed a rate that this method has set.
+            ArgumentError: other code, such as a torch scheduler, changed a rate that this method had set.
         """
         if self.schedule is None:
             return
         for group in self.optimizer.param_groups:
             if GIVEN in group and group["lr"] != group[GIVEN]:
                 raise ArgumentError(
-                    f"the optimizer's learning rate is {float(group['lr'])}, but the strategy's schedule has set "
+                    f"the optimizer's learning rate is {float(group['lr'])}, but the strategy's schedule set it to "
                     f"{group[GIVEN]}: use either the strategy's lr_scheduler and warmup_steps, or a torch scheduler"
                 )
         set_rates(self.optimizer, self.schedule, at)
@@ -88,7 +88,7 @@ class UsersOptimizer(Stateful):
             self._shards.give_gradients()
 
     def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
-        """Take the optimizer's step with the gradients in `.grad`, and then set `.grad` to None."""
+        """Take the optimizer's step with the gradients in `.grad`, then set `.grad` to None."""
         self.set_rates(at)
         if not skip:
             self.prepare(row, clip)
@@ -127,7 +127,7 @@ class UsersOptimizer(Stateful):
         return self._before is not None
 
     def follow(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """From now on call `before` and `after` around each step that somebody else takes."""
+        """From now on, call `before` and `after` around each step that other code takes."""
         self._before, self._after = before, after
 
     def release(self) -> None:
@@ -145,7 +145,8 @@ class UsersOptimizer(Stateful):
         ]
         own = vars(self.optimizer)
         self._mark = {MARK: own[MARK]} if MARK in own else {}
-        # With this mark a GradScaler calls step() even if a gradient overflowed, and says so in `found_inf`.
+        # Given this attribute, a GradScaler calls step() even if a gradient overflowed, and reports the overflow in
+        # `found_inf`.
         own[MARK] = True
 
     def _begins(
@@ -162,14 +163,14 @@ class UsersOptimizer(Stateful):
             self._before()
             return None
         with torch.enable_grad():
-            loss = closure()  # now the gradients exist; the optimizer must not compute them again
+            loss = closure()  # the gradients exist now; the optimizer must not compute them again
         self._before()
         return args[:1], {**kwargs, "closure": lambda: loss}
 
     def _makes_ready(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether torch.distributed.checkpoint takes this step, only so that the optimizer has state to load.
+        """Return whether torch.distributed.checkpoint takes this step only to create optimizer state before loading.
 
-        It steps an optimizer without state, with gradients and rates of zero, which changes no parameter.
+        It steps an optimizer that has no state, with zero gradients and learning rates, which changes no parameter.
         """
         rates = [float(group.get("lr", 1.0)) for group in self.optimizer.param_groups]
         self._is_making_ready = kwargs == {"closure": None} and not self.optimizer.state and not any(rates)

@@ -1,1 +1,1 @@
-"""Adapters: attach a strategy to another library's trainer, by that trainer's own hooks."""
+"""Adapters that attach a strategy to another library's trainer through the trainer's own hooks."""

@@ -7,7 +7,7 @@
     for batch in node.loader(dataset, batch_size=32): ...     # then backward() and optimizer.step() as before
     model = nodes.finish()
 
-The node hides the launch from the `Accelerator`, which then neither wraps the model in DDP nor deals the data, and
+The node hides the launch from the `Accelerator`, so that it doesn't wrap the model in DDP or distribute the data, and
 steps the scheduler once per step.
 """
 
@@ -30,39 +30,40 @@ __all__ = ["ExoGymNode"]
 
 
 class ExoGymNode(Adapter):
-    """This process as a node in an Accelerate training loop.
+    """Make this process a node in an Accelerate training loop.
 
-    Make the node before the `Accelerator`. The user keeps the training loop: through torch's hooks, each
+    Create the node before the `Accelerator`. You keep your training loop: through torch's hooks, each
     `optimizer.step()` takes the node's step.
 
     Args:
-        strategy: as for `exogym.attach`. With an optimizer of the loop's, it describes no inner optimizer.
+        strategy: as for `exogym.attach`. If your loop has its own optimizer, don't describe an inner optimizer in the
+            strategy.
         total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
-        nodes: the attached `Nodes`, from `attach` on.
+        nodes: the attached `Nodes`, once `attach` was called.
     """
 
     def attach(self, accelerator: Any, model: Any, optimizer: Any) -> Nodes:
         """Attach the strategy to the prepared model and optimizer.
 
-        `accelerator.save_state` then saves the node's state too, and `accelerator.load_state` loads it.
+        After this call, `accelerator.save_state` also saves the node's state, and `accelerator.load_state` loads it.
 
         Raises:
-            ArgumentError: the `Accelerator` would wrap the model or scale the loss, or was made before the node.
-                `exogym.attach` lists further reasons.
+            ArgumentError: the `Accelerator` would wrap the model or scale the loss, or was created before the node; or
+                for one of the reasons that `exogym.attach` lists.
         """
         if accelerator.num_processes > 1 or accelerator.distributed_type.value != "NO":
             raise ArgumentError(
                 f"the Accelerator has distributed_type={accelerator.distributed_type.value} with "
-                f"{accelerator.num_processes} processes, and would wrap the model: make the ExoGymNode before the "
-                "Accelerator, without plugins that split the model"
+                f"{accelerator.num_processes} processes, and would wrap the model: create the ExoGymNode before the "
+                "Accelerator, and use no plugin that splits the model"
             )
         if accelerator.mixed_precision not in ("no", "bf16"):
             raise ArgumentError(
-                f"mixed_precision={accelerator.mixed_precision!r} with ExoGymNode: a loss scale skips steps of single "
-                "nodes; give 'bf16'"
+                f"mixed_precision={accelerator.mixed_precision!r} with ExoGymNode: loss scaling would skip steps on "
+                "single nodes; use 'bf16'"
             )
         self._parts = accelerator.gradient_accumulation_steps
         nodes = self._follow(model, getattr(optimizer, "optimizer", optimizer))
@@ -76,19 +77,19 @@ class ExoGymNode(Adapter):
         self, dataset: Any, batch_size: int = 32, *, shuffle: bool = True, partitioner: Any = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> MicroBatches:  # fmt: skip
-        """Return this node's batches of `dataset`, for the loop of an epoch. Call this method after `attach`.
+        """Return this node's batches of `dataset`, one epoch per iteration. Call this method after `attach`.
 
-        The arguments are `Nodes.loader`'s. A step has the `Accelerator`'s `gradient_accumulation_steps` batches. An
-        iteration yields one epoch, from the node's current step on. Before each step's first batch, it seeds torch,
-        numpy and Python as `fit` does. In an epoch's short last step, whose batches may differ in size, it weights each
-        batch's gradients by its number of examples.
+        The arguments are the same as in `Nodes.loader`. A step consists of the `Accelerator`'s
+        `gradient_accumulation_steps` batches. An iteration starts at the node's current step. It seeds torch, numpy and
+        Python before each step's first batch, as `fit` does. In an epoch's short last step, whose batches may differ in
+        size, each batch's gradients are weighted by its number of examples.
 
         Raises:
             ArgumentError: an argument is wrong, or nothing is attached.
             DataError: `dataset` cannot be used.
         """
         if self.nodes is None:
-            raise ArgumentError("node.loader before node.attach: attach the model first")
+            raise ArgumentError("node.loader was called before node.attach: attach the model first")
         loader = self.nodes.loader(
             dataset, batch_size, gradient_accumulation=self._parts, shuffle=shuffle, partitioner=partitioner,
             dataloader_kwargs=dataloader_kwargs,
@@ -100,7 +101,7 @@ class ExoGymNode(Adapter):
         self._weight(weight, self.nodes._node.worker.parameters)
 
     def _claim(self, models: Any, weights: Any, output_dir: str) -> None:
-        """Mark the folder as this node's, or raise ArgumentError if another node's state is in it."""
+        """Mark the folder as this node's. Raise ArgumentError if it holds another node's state."""
         mark = Path(output_dir) / "exogym-node.txt"
         try:
             with mark.open("x") as file:
@@ -108,15 +109,15 @@ class ExoGymNode(Adapter):
         except FileExistsError:
             if (owner := mark.read_text()) != str(self.rank):
                 raise ArgumentError(
-                    f"save_state({output_dir!r}): the folder has the state of node {owner or 'another'}, and this is "
-                    f"node {self.rank}: give each node its own, such as f'{output_dir}/node-{{node.rank}}'"
+                    f"save_state({output_dir!r}): the folder holds the state of node {owner or 'another'}, and this "
+                    f"is node {self.rank}: use one folder per node, such as f'{output_dir}/node-{{node.rank}}'"
                 ) from None
 
 
 def _load(model: nn.Module, models: list[nn.Module], input_dir: str) -> None:
-    """Load the model, where the Accelerator cannot: safetensors' `load_model` refuses views of a longer row."""
+    """Load the model in the Accelerator's place, because safetensors' `load_model` rejects views of a longer row."""
     file = Path(input_dir) / "model.safetensors"
     if len(models) == 1 and models[0] is model and file.exists():
         models.clear()
         check_regular(file)
-        model.load_state_dict(load_file(file), strict=False)  # a file has tied parameters once
+        model.load_state_dict(load_file(file), strict=False)  # a file holds tied parameters only once

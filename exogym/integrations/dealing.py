@@ -1,4 +1,4 @@
-"""One node's part of a data set, in the forms that other trainers read."""
+"""One node's part of a data set, in the formats that other trainers read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exogym.data.stream import Stream, check_dataset
 
 
 class Dealt(Dataset[Any]):
-    """One node's examples of a data set, in the order in which `LocalTrainer.fit` deals them in each epoch.
+    """One node's examples of a data set, in the order in which `LocalTrainer.fit` distributes them in each epoch.
 
-    A trainer must read the examples in order, and call `set_epoch` before each epoch.
+    The trainer must read the examples in order and call `set_epoch` before each epoch.
 
     >>> examples = Dealt(list(range(8)), num_nodes=2, node=1)
     >>> len(examples), [examples[k] for k in range(4)] != (examples.set_epoch(1) or [examples[k] for k in range(4)])
@@ -31,7 +31,7 @@ class Dealt(Dataset[Any]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Deal the examples of `epoch`."""
+        """Distribute the examples for `epoch`."""
         self.epoch = epoch
         self._order = self._stream.indices(self.node, epoch)[0]
 
@@ -43,7 +43,7 @@ class Dealt(Dataset[Any]):
 
 
 class GradientWeight:
-    """Multiply the gradients of all backward passes by a factor, from a call with the factor to the next call.
+    """Multiply the gradients of all backward passes by the factor of the last call.
 
     >>> import torch
     >>> weight, p = GradientWeight(), torch.nn.Parameter(torch.ones(1))
@@ -59,19 +59,20 @@ class GradientWeight:
     def __call__(self, factor: float, parameters: Iterable[nn.Parameter] = ()) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        if factor != 1:  # other steps pay for no hooks
+        if factor != 1:  # the factor 1 needs no hooks
             self._hooks = [p.register_hook(lambda g: g * factor) for p in parameters if p.requires_grad]
 
 
 class MicroBatches:
-    """Yield a node's batches of one epoch, one micro-batch after another. Each step has equally many.
+    """Yield a node's batches of one epoch, one micro-batch after another, with the same number in each step.
 
-    So an epoch's short last step has smaller batches. If one usual batch can hold its examples, each batch is the same.
-    Otherwise the batches may differ in size. A trainer divides each loss by their number, so `weights` has the
-    factors for the batches' gradients that give each example of the step the same weight, as in `fit`.
+    An epoch's short last step therefore has smaller batches. If its examples fit into one usual batch, all batches of
+    the step are that batch; otherwise they may differ in size. Because a trainer divides each loss by the number of
+    batches, `weights` holds the factors for the batches' gradients that give every example of the step the same weight,
+    as in `fit`.
 
-    An iteration begins at the node's current step. It looks at this step when the first batch is taken, so a trainer
-    may make the iterator before it loads a checkpoint.
+    An iteration begins at the node's current step, which is read when the first batch is requested, so a trainer may
+    create the iterator before it loads a checkpoint.
 
     Args:
         loader: the batches of each step.
@@ -79,8 +80,8 @@ class MicroBatches:
         before_batch: called with a micro-batch's weight before the micro-batch is yielded.
 
     Attributes:
-        weights: the weights of the micro-batches that the trainer has taken. It removes a weight when it trains on the
-            micro-batch, unless `before_batch` is given.
+        weights: the weights of the micro-batches that were yielded. Unless `before_batch` is given, the trainer's
+            callback removes a weight when the trainer trains on its micro-batch.
 
     >>> loader = NodeLoader(Stream(list(range(8)), 2, batch_size=2, shuffle=False), node=1, batches_per_step=2)
     >>> batches = MicroBatches(loader)
@@ -118,7 +119,7 @@ class MicroBatches:
             self.before_batch(1.0)  # for what the loop does after this epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {}: the place is the node's step, which the node's own state holds."""
+        """Return {}: the position is the node's step, which the node's own state holds."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Join a launcher's processes as nodes, and hide the launch from a trainer that would wrap the model or deal the data.
 
-Trainers read the launcher's environment variables. Without these variables, a trainer in each process believes that it
-is alone: it does not wrap the model in DDP, and does not divide the data.
+Trainers read the launcher's environment variables. If the variables are hidden, the trainer in each process behaves as
+in a single process: it doesn't wrap the model in DDP or divide the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exogym.errors import ArgumentError, checked
 from exogym.integrations.dealing import GradientWeight
 from exogym.strategy.outer import few_rounds
 
-RATE = 1.0  # what a trainer sees as the learning rate of a `StrategyOptimizer`; nothing uses it
+RATE = 1.0  # the learning rate of a `StrategyOptimizer` that a trainer sees, without effect
 LAUNCHED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",  # torchrun
     "TORCHELASTIC_RUN_ID", "SLURM_NTASKS",  # how Lightning sees a launch
@@ -32,10 +32,10 @@ LAUNCHED = (
 
 
 class StrategyOptimizer(Optimizer):
-    """Take the node's step in `step()`: the strategy's own optimizer changes the parameters.
+    """An optimizer whose `step()` takes the node's step with the strategy's own optimizer.
 
-    A trainer can hold this object as its optimizer. The strategy's `lr` and `lr_scheduler` decide the learning rate,
-    and the rate of this object has no effect. So a trainer's scheduler is an error as soon as it changes the rate.
+    Give a trainer this object as its optimizer. The strategy's `lr` and `lr_scheduler` determine the learning rate, and
+    this object's rate has no effect, so it is an error if a trainer's scheduler changes this rate.
 
     Args:
         model: the model with the trained parameters.
@@ -52,25 +52,27 @@ class StrategyOptimizer(Optimizer):
         """Compute the gradients with `closure`, if there is one, and take the node's step.
 
         Raises:
-            ArgumentError: no run is attached, or a scheduler has changed the learning rate.
+            ArgumentError: no run is attached, or a scheduler changed the learning rate.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self.nodes is None:
-            raise ArgumentError("the strategy's optimizer was stepped before training: give the trainer the callback")
+            raise ArgumentError(
+                "the strategy's optimizer was stepped before training began: pass the callback to the trainer"
+            )
         if any(group["lr"] != RATE for group in self.param_groups):
             raise ArgumentError(
-                "a scheduler has changed the learning rate of the trainer's optimizer, but the strategy's own "
-                "optimizer takes the steps: leave the trainer's scheduler out, and give lr_scheduler to the strategy"
+                "a scheduler changed the learning rate of the trainer's optimizer, but the strategy's own optimizer "
+                "takes the steps: remove the trainer's scheduler, and pass lr_scheduler to the strategy"
             )
         self.nodes.step()
         return loss
 
 
 class Adapter:
-    """This process as a node in another library's trainer: what all adapters have. A base class.
+    """Base class of all adapters, which make this process a node in another library's trainer.
 
     Args:
         strategy, total_steps, seed: as for `exogym.attach`.
@@ -80,7 +82,7 @@ class Adapter:
         nodes: the attached `Nodes`, from the start of training on.
 
     Raises:
-        ArgumentError: the process sees several GPUs, and CUDA has begun to use them.
+        ArgumentError: the process sees several GPUs, and CUDA is already initialized.
     """
 
     @checked
@@ -97,9 +99,9 @@ class Adapter:
             os.environ.pop(name, None)
 
     def optimizer(self, model: Any) -> StrategyOptimizer:
-        """Return an optimizer for the trainer, with which the strategy's own optimizer takes the steps.
+        """Return an optimizer for the trainer that lets the strategy's own optimizer take the steps.
 
-        Strategies with their own update rule (DeMo) need it.
+        Strategies with their own update rule, such as DeMo, need it.
         """
         return StrategyOptimizer(model)
 
@@ -114,22 +116,22 @@ class Adapter:
         return nodes
 
     def _look_at_length(self, total_steps: int) -> None:
-        """Say if a run of `total_steps` steps is too short for the strategy's default outer momentum."""
+        """Print a notice if a run of `total_steps` steps is too short for the strategy's default outer momentum."""
         if self._wire.is_main and (text := few_rounds(self.strategy, total_steps)) is not None:
             notice(text, about="few outer rounds", once=True)
 
     def _check_own(self, own: list[tuple[str, str]]) -> None:
-        """Raise ArgumentError if another node has an equal path. All nodes make this call together.
+        """Raise ArgumentError if another node has the same path. All nodes call this method together.
 
         Args:
-            own: (option, path) pairs. The option decides the path.
+            own: (option, path) pairs: the option that determines the path, and the path.
         """
         others = [told for rank, told in enumerate(gather(self._wire, [path for _, path in own])) if rank != self.rank]
         for option, path in own:
             if any(path in told for told in others):
                 raise ArgumentError(
-                    f"{option}={path!r} is the same for several nodes, which would overwrite each other's files: give "
-                    f"each node its own, such as {option}=f'{path}/node-{{callback.rank}}'"
+                    f"{option}={path!r} is the same for several nodes, which would overwrite each other's files: use "
+                    f"one folder per node, such as {option}=f'{path}/node-{{callback.rank}}'"
                 )
 
 
@@ -143,7 +145,7 @@ def refuse(options: Any, wrong: list[tuple[bool, str, str, str]]) -> None:
 
     Args:
         options: the object whose attributes are the options.
-        wrong: (whether the option is wrong, the option's name, why, what to do instead) of each option.
+        wrong: for each option (whether it is wrong, its name, the reason, what to do instead).
     """
     for is_wrong, name, why, instead in wrong:
         if is_wrong:
@@ -152,7 +154,7 @@ def refuse(options: Any, wrong: list[tuple[bool, str, str, str]]) -> None:
 
 
 def _see_own_gpu() -> int:
-    """Leave this process only the GPU with its local rank's number, so that a trainer uses no other.
+    """Hide all GPUs except the one with this process's local rank, so that a trainer uses no other.
 
     Returns:
         The number of GPUs that this process saw before.
@@ -162,8 +164,8 @@ def _see_own_gpu() -> int:
         return count
     if is_accelerator_used():
         raise ArgumentError(
-            f"this process sees {count} GPUs and has begun to use CUDA: make the callback before anything uses a GPU, "
-            "or start each process with its own CUDA_VISIBLE_DEVICES"
+            f"this process sees {count} GPUs and has initialized CUDA: create the callback before anything uses a "
+            "GPU, or start each process with its own CUDA_VISIBLE_DEVICES"
         )
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(os.environ["LOCAL_RANK"]) % count]

@@ -4,7 +4,7 @@
     trainer = Trainer(default_root_dir=f"out/node-{callback.rank}", callbacks=[callback], ...)
     trainer.fit(module, callback.loader(dataset, batch_size=32))
 
-The callback hides the launch from the `Trainer`, which then neither wraps the model in DDP nor deals the data.
+The callback hides the launch from the `Trainer`, so that it doesn't wrap the model in DDP or distribute the data.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from exogym.integrations.dealing import MicroBatches
 from exogym.integrations.joining import Adapter, has_schedule, refuse
 
 __all__ = ["ExoGymCallback"]
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # the same library under two names, each with classes of its own
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # one library under two names, each with its own classes
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
 ALONE = "it would stop one node before the others"
 AVERAGES = "it averages the model itself"
-TRIES = "it trains on trial"
+TRIES = "it trains for a trial"
 CALLBACKS = {
     "EarlyStopping": ALONE,
     "Timer": ALONE,
@@ -35,7 +35,7 @@ CALLBACKS = {
     "BatchSizeFinder": TRIES,
     "LearningRateFinder": TRIES,
     "BaseFinetuning": "no node would share the parameters that it unfreezes",
-    "GradientAccumulationScheduler": "the batches of a step are dealt before training",
+    "GradientAccumulationScheduler": "the batches of a step are distributed before training",
 }
 
 
@@ -57,21 +57,22 @@ _LIGHTNING = _installed()
 
 
 class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  # type: ignore[misc]
-    """Train with a strategy inside Lightning's `Trainer`. Each process is a node.
+    """A Lightning callback that trains with a strategy. Each process is a node.
 
-    Make the callback before the `Trainer`. The `Trainer` keeps its loop, optimizer, schedule, logs and checkpoints.
-    Each `optimizer.step()` takes the node's step, by torch's hooks. Each step's random numbers are seeded as in `fit`.
+    Create the callback before the `Trainer`, which keeps its loop, optimizer, schedule, logs and checkpoints. Through
+    torch's hooks, each `optimizer.step()` takes the node's step, and each step's random numbers are seeded as in `fit`.
     After training, the module holds the averaged parameters. Until then, each `Trainer` evaluates and saves its own
-    node's model, so its "best" checkpoint is not the averaged model's best. `callback.nodes.model_of(None)` returns a
-    copy of the averaged model; all nodes call it together, for example in `on_validation_end`.
+    node's model, so its "best" checkpoint is not the best averaged model. To get a copy of the averaged model, call
+    `callback.nodes.model_of(None)` on all nodes together, for example in `on_validation_end`.
 
     Args:
-        strategy: as for `exogym.attach`. With an optimizer of the module's, it describes no inner optimizer.
+        strategy: as for `exogym.attach`. If the module returns an optimizer, don't describe an inner optimizer in the
+            strategy.
         total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
-        nodes: the attached `Nodes`, from the start of training on.
+        nodes: the attached `Nodes`, once training has started.
 
     Raises:
         ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model; see `docs/attach.md`.
@@ -80,17 +81,17 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
 
     @checked
     def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
-        if "LOCAL_RANK" in os.environ and "RANK" not in os.environ:  # so Lightning starts processes of its own
+        if "LOCAL_RANK" in os.environ and "RANK" not in os.environ:  # so Lightning starts its own processes
             raise ArgumentError(
-                "Lightning's Trainer has started this process, because it has more than one device: give the Trainer "
-                "devices=1, and start a process per node with torchrun or python -m exogym.launch"
+                "Lightning's Trainer has started this process, because it has more than one device: pass devices=1 "
+                "to the Trainer, and start one process per node with torchrun or python -m exogym.launch"
             )
         super().__init__(strategy, total_steps=total_steps, seed=seed)
         for package in _LIGHTNING:  # it read the launch when it was imported
             package.utilities.rank_zero_only.rank = 0
         self._state: dict[str, Any] = {}
         self._stream: Stream | None = None
-        self._begun = -1  # the step that was seeded last
+        self._begun = -1  # the last step that was seeded
 
     @checked
     def loader(
@@ -99,7 +100,8 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
     ) -> MicroBatches:  # fmt: skip
         """Return this node's batches of `dataset`, for `Trainer.fit` or the module's `train_dataloader`.
 
-        The arguments are `Nodes.loader`'s. `gradient_accumulation` is the `Trainer`'s `accumulate_grad_batches`.
+        The arguments are the same as in `Nodes.loader`. `gradient_accumulation` must equal the `Trainer`'s
+        `accumulate_grad_batches`.
 
         Raises:
             ArgumentError: an argument is wrong.
@@ -118,8 +120,8 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
     def _step(self) -> int:
         if self.nodes is None:
             raise ArgumentError(
-                "callback.loader was read, but no training with the callback has begun: give the Trainer "
-                "callbacks=[callback]"
+                "callback.loader was read, but no training with the callback has begun: pass callbacks=[callback] to "
+                "the Trainer"
             )
         return self.nodes.step_count
 
@@ -130,8 +132,8 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         if stage == "fit" and (trainer.world_size > 1 or "SingleDeviceStrategy" not in kinds):
             raise ArgumentError(
                 f"the Trainer has strategy={type(trainer.strategy).__name__} with {trainer.world_size} processes, and "
-                "would wrap or divide the model: make the ExoGymCallback before the Trainer, and give the Trainer "
-                "devices=1 and strategy='auto'"
+                "would wrap or split the model: create the ExoGymCallback before the Trainer, and pass devices=1 and "
+                "strategy='auto' to the Trainer"
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -141,7 +143,7 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         if self._stream is not None:
             nodes._node.take_stream(self._stream)
         for module in pl_module.modules():
-            if hasattr(module, "distributed_available_fn"):  # a metric of torchmetrics would join the nodes' numbers
+            if hasattr(module, "distributed_available_fn"):  # torchmetrics would combine the nodes' values
                 module.distributed_available_fn = _never
         if self._state:
             nodes.load_state_dict(self._state)
@@ -153,9 +155,9 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         assert self.nodes is not None
         if trainer.global_step != self.nodes.step_count:
             raise CheckpointError(
-                f"the Trainer is at step {trainer.global_step}, but the node at step {self.nodes.step_count}: resume "
-                "from a checkpoint that a Trainer with this callback saved after a step of training, or make a new "
-                "Trainer and a new callback"
+                f"the Trainer is at step {trainer.global_step}, but the node is at step {self.nodes.step_count}: "
+                "resume from a checkpoint that a Trainer with this callback saved after a training step, or create a "
+                "new Trainer and a new callback"
             )
         steps = trainer.estimated_stepping_batches
         if not trainer.global_step and pl_module.automatic_optimization and math.isfinite(steps):
@@ -167,7 +169,7 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
             self._begun = self.nodes.step_count
             self.nodes.reseed()
         loader = trainer.train_dataloader
-        if isinstance(loader, MicroBatches):  # the Trainer takes batches ahead
+        if isinstance(loader, MicroBatches):  # the Trainer prefetches batches
             self._weight(loader.weights.popleft(), pl_module.parameters())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -178,55 +180,55 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
             self.nodes.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the node's state for the `Trainer`'s checkpoint; {} between two micro-batches, and after training."""
+        """Return the node's state for the `Trainer`'s checkpoint; {} between micro-batches and after training."""
         if self.nodes is None or self.nodes.is_over or self._begun == self.nodes.step_count:
             return {}
         return self.nodes.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state for the start of training."""
+        """Keep the state until training starts."""
         self._state = state_dict
 
     # What is refused
 
     def _check(self, trainer: Any) -> None:
-        """Raise ArgumentError if the Trainer's options cannot be right with the strategy."""
+        """Raise ArgumentError if one of the Trainer's options contradicts the strategy."""
         for callback in trainer.callbacks:
             for name in CALLBACKS.keys() & {cls.__name__ for cls in type(callback).__mro__}:
                 raise ArgumentError(f"{name} with ExoGymCallback: {CALLBACKS[name]}; leave it out")
         clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0
         refuse(trainer, [
             (trainer.precision not in PRECISIONS, "precision",
-             "a loss scale skips steps of single nodes, and others are not tested", "give 'bf16-mixed'"),
+             "loss scaling would skip steps on single nodes, and other settings are not tested", "use 'bf16-mixed'"),
             (len(trainer.optimizers) != 1, "configure_optimizers",
-             f"it returns {len(trainer.optimizers)} optimizers, but a node has one",
+             f"it returns {len(trainer.optimizers)} optimizers, but a node has only one",
              "return one optimizer with parameter groups"),
             (bool(trainer.lr_scheduler_configs) and has_schedule(self.strategy), "lr_scheduler",
              "the strategy and the module both describe a schedule", "leave one out"),
             (clips and self.strategy.needs_gradients, "gradient_clip_val",
              "the Trainer clips each node's gradients before the strategy averages them",
-             "leave it out, and give max_norm to the strategy"),
+             "leave it out, and pass max_norm to the strategy"),
             (clips and trainer.precision == "bf16-mixed", "gradient_clip_val",
-             "Lightning's mixed precision does not clip for optimizers with hooks",
-             "leave it out, and give max_norm to the strategy"),
-            (bool(trainer.overfit_batches), "overfit_batches", "each epoch takes other batches",
-             "give callback.loader a small data set"),
+             "Lightning's mixed precision does not clip gradients if the optimizer has hooks",
+             "leave it out, and pass max_norm to the strategy"),
+            (bool(trainer.overfit_batches), "overfit_batches", "each epoch would take other batches",
+             "pass a small data set to callback.loader"),
         ])  # fmt: skip
 
     def _check_loader(self, trainer: Any, loader: Any, counts: bool) -> None:
-        """Raise ArgumentError if the Trainer's batches are not the node's, or, if it `counts`, not those of a step."""
+        """Raise ArgumentError if the batches are not the node's, or, if it `counts`, don't match the steps."""
         ours = isinstance(loader, MicroBatches)
         parts = trainer.accumulate_grad_batches if counts or not ours else loader.loader.batches_per_step
         refuse(trainer, [
             (not ours and self.num_nodes > 1, "train_dataloaders", "every node would train on all examples",
-             "give fit callback.loader(dataset, batch_size)"),
+             "pass callback.loader(dataset, batch_size) to fit"),
             (ours and loader.loader.batches_per_step != parts, "accumulate_grad_batches",
-             "callback.loader deals another number of batches per step",
-             f"give callback.loader gradient_accumulation={parts}"),
+             "callback.loader yields another number of batches per step",
+             f"pass gradient_accumulation={parts} to callback.loader"),
             (ours and _cuts(trainer.num_training_batches, parts), "limit_train_batches",
-             "an epoch would end between the batches of a step", f"give an int, a multiple of {parts}"),
+             "an epoch would end between the batches of a step", f"use an integer multiple of {parts}"),
             (ours and _cuts(trainer.val_check_batch or 0, parts), "val_check_interval",
-             "it falls between the batches of a step", f"give an int, a multiple of {parts}"),
+             "it falls between the batches of a step", f"use an integer multiple of {parts}"),
         ])  # fmt: skip
 
 
@@ -235,12 +237,12 @@ def _never() -> bool:
 
 
 def _cuts(batches: float, parts: int) -> bool:
-    """Return whether so many batches end within a step."""
+    """Return whether this number of batches ends within a step."""
     return math.isfinite(batches) and batches % parts != 0
 
 
 def _paths(trainer: Any) -> list[tuple[str, str]]:
-    """Return (option, folder) of each folder that the Trainer writes into, by the option that decides it."""
+    """Return (option, folder) for each folder that the Trainer writes to and the option that determines it."""
     root, found = Path(trainer.default_root_dir), []
     for logger in trainer.loggers:
         if (folder := getattr(logger, "log_dir", None) and logger.save_dir) is not None:

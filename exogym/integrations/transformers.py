@@ -6,7 +6,7 @@
     )
     Trainer(model, args, train_dataset=callback.deal(dataset), callbacks=[callback]).train()
 
-The callback hides the launch from the `Trainer`, which then neither wraps the model in DDP nor deals the data.
+The callback hides the launch from the `Trainer`, so that it doesn't wrap the model in DDP or distribute the data.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ STATE = "nodes.pt"  # in each checkpoint of the Trainer
 
 
 class ExoGymCallback(Adapter, TrainerCallback):
-    """Train with a strategy inside Hugging Face's `Trainer`. Each process is a node.
+    """A callback for Hugging Face's `Trainer` that trains with a strategy. Each process is a node.
 
-    Make the callback before `TrainingArguments`. The `Trainer` keeps its loop, optimizer, schedule, logs and
-    checkpoints. Before and after each step of the optimizer, torch's hooks do the strategy's part. Each step's random
+    Create the callback before `TrainingArguments`. The `Trainer` keeps its loop, optimizer, schedule, logs and
+    checkpoints, and torch's hooks do the strategy's part before and after each optimizer step. Each step's random
     numbers are seeded as in `fit`. After training, the model holds the averaged parameters. Until then, each `Trainer`
-    evaluates and saves its own node's model, so its best checkpoint is not the averaged model's best.
-    `callback.nodes.model_of(None)` returns a copy of the averaged model; all nodes call it together, for example in
-    `on_evaluate`.
+    evaluates and saves its own node's model, so its best checkpoint is not the best averaged model. To get a copy of
+    the averaged model, call `callback.nodes.model_of(None)` on all nodes together, for example in `on_evaluate`.
 
     Args:
-        strategy: as for `exogym.attach`. With the `Trainer`'s optimizer, it describes no inner optimizer.
+        strategy: as for `exogym.attach`. If the `Trainer` has its own optimizer, don't describe an inner optimizer in
+            the strategy.
         total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
-        nodes: the attached `Nodes`, from the start of training on.
+        nodes: the attached `Nodes`, once training has started.
 
     Raises:
         ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model; see `docs/attach.md`.
@@ -53,18 +53,18 @@ class ExoGymCallback(Adapter, TrainerCallback):
     @checked
     def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
         super().__init__(strategy, total_steps=total_steps, seed=seed)
-        self._sizes: list[int] = []  # the batches of an epoch's last step, if the last of them is shorter
-        self._batch = 0  # the number of the batch in its step
+        self._sizes: list[int] = []  # the batch sizes of an epoch's last step, if the last batch is shorter
+        self._batch = 0  # the batch's position in its step
         self._steps_of_epoch = 0
         self._hook: Any = None
 
     def deal(self, dataset: Any) -> Dealt:
         """Return this node's examples of `dataset`, for `Trainer(train_dataset=)`.
 
-        Each epoch deals the examples anew, without overlap, as `fit` does.
+        Each epoch distributes the examples anew and without overlap, as `fit` does.
 
         Raises:
-            DataError: `dataset` is an iterable without positions, or another thing that cannot be used.
+            DataError: `dataset` is an iterable without positions, or not a usable data set.
         """
         return Dealt(dataset, self.num_nodes, self.rank, self.seed)
 
@@ -74,7 +74,7 @@ class ExoGymCallback(Adapter, TrainerCallback):
         if args.world_size > 1 or args.n_gpu > 1:
             raise ArgumentError(
                 f"the Trainer sees {max(args.world_size, args.n_gpu)} devices and would wrap the model in DDP or "
-                "DataParallel: make the ExoGymCallback before TrainingArguments and before any Accelerator"
+                "DataParallel: create the ExoGymCallback before TrainingArguments and before any Accelerator"
             )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -113,9 +113,9 @@ class ExoGymCallback(Adapter, TrainerCallback):
             self._hook.remove()
 
     def _look_at_last_step(self, model: nn.Module, args: Any, loader: Any) -> None:
-        """Weight the gradients of an epoch's last step by examples, if its last batch is shorter than the others.
+        """Weight an epoch's last step by examples if its last batch is shorter than the others.
 
-        The Trainer weights batches equally, unless it gives the model the step's number of targets.
+        The Trainer weights batches equally, unless it passes the step's number of targets to the model.
         """
         count, size, parts = len(loader.dataset), args.train_batch_size, args.gradient_accumulation_steps
         rest, self._steps_of_epoch = count % (size * parts), -(-count // (size * parts))
@@ -130,9 +130,9 @@ class ExoGymCallback(Adapter, TrainerCallback):
             return
         if "labels" not in named:
             raise ArgumentError(
-                f"the last step of an epoch has batches of {self._sizes} examples, and the loss is computed outside of "
-                "the model, so the callback cannot know how the Trainer weights them: give dataloader_drop_last=True, "
-                "or a data set that deals each node a multiple of per_device_train_batch_size examples"
+                f"the last step of an epoch has batches of {self._sizes} examples, and the loss is computed outside "
+                "the model, so the callback cannot know how the Trainer weights them: set dataloader_drop_last=True, "
+                "or use a data set that gives each node a multiple of per_device_train_batch_size examples"
             )
         if self.nodes.step_count % self._steps_of_epoch == self._steps_of_epoch - 1:
             self._weight(self._sizes[self._batch] * len(self._sizes) / sum(self._sizes), model.parameters())
@@ -147,30 +147,31 @@ class ExoGymCallback(Adapter, TrainerCallback):
         self.nodes.load_state_dict(torch.load(file, map_location=CPU))
 
     def _check(self, args: Any, state: Any, loader: Any, is_strategys: bool) -> None:
-        """Raise ArgumentError if the Trainer's options cannot be right with the strategy."""
+        """Raise ArgumentError if one of the Trainer's options contradicts the strategy."""
         dataset = getattr(loader, "dataset", None)
         refuse(args, [
             (bool(args.fsdp), "fsdp", "each process is a whole node", "leave it out"),
             (args.deepspeed is not None, "deepspeed", "each process is a whole node", "leave it out"),
-            (args.fp16, "fp16", "its loss scale skips steps of single nodes", "give bf16=True"),
+            (args.fp16, "fp16", "its loss scaling would skip steps on single nodes", "set bf16=True"),
             (args.load_best_model_at_end, "load_best_model_at_end", "each node would load its own best model",
              "leave it out"),
-            (args.auto_find_batch_size, "auto_find_batch_size", "it begins training again", "leave it out"),
+            (args.auto_find_batch_size, "auto_find_batch_size", "it starts training again", "leave it out"),
             (isinstance(dataset, Dealt) and args.train_sampling_strategy != "sequential", "train_sampling_strategy",
-             "callback.deal(...) has dealt and shuffled the examples", "give train_sampling_strategy='sequential'"),
+             "callback.deal(...) has already distributed and shuffled the examples",
+             "set train_sampling_strategy='sequential'"),
             (not isinstance(dataset, Dealt) and self.num_nodes > 1, "train_dataset",
-             "every node would train on all examples", "give train_dataset=callback.deal(dataset)"),
+             "every node would train on all examples", "pass train_dataset=callback.deal(dataset)"),
             (self.strategy.needs_gradients and args.max_grad_norm > 0, "max_grad_norm",
              "the Trainer clips each node's gradients before the strategy averages them",
-             "give max_grad_norm=0.0, and max_norm to the strategy"),
+             "set max_grad_norm=0.0, and pass max_norm to the strategy"),
             ("EarlyStoppingCallback" in state.stateful_callbacks, "EarlyStoppingCallback",
              "it would stop one node before the others", "leave it out"),
             (has_schedule(self.strategy) and not is_strategys, "lr_scheduler_type",
-             "the strategy describes a schedule, too, and the Trainer sets the rate at every step",
+             "the strategy describes a schedule as well, and the Trainer sets the rate at every step",
              "leave lr_scheduler and warmup_steps out of the strategy"),
             (args.dataloader_persistent_workers and isinstance(dataset, Dealt), "dataloader_persistent_workers",
-             "the workers would keep epoch 0's examples", "leave it out"),
+             "the workers would keep the examples of epoch 0", "leave it out"),
             (is_strategys and args.lr_scheduler_type != "constant", "lr_scheduler_type",
              "the strategy's own optimizer takes the steps",
-             "give lr_scheduler_type='constant', and lr_scheduler to the strategy"),
+             "set lr_scheduler_type='constant', and pass lr_scheduler to the strategy"),
         ])  # fmt: skip

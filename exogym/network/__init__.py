@@ -1,6 +1,6 @@
-"""Predict what communication costs: links with bandwidth and latency, and a collective's time on such links.
+"""Predict the time of communication from links with bandwidth and latency.
 
-`Network` holds the links and predicts times. `costs` has the algorithms and their sources. `presets` names some
+`Network` holds the links and predicts times, `costs` lists the algorithms and their sources, and `presets` names some
 networks.
 
 >>> PRESETS["wifi"].source != "", Preset({"bandwidth": "1Gbps", "latency": "1ms"}, "assumed").settings["latency"]

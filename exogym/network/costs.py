@@ -1,9 +1,9 @@
-"""What a collective costs in the alpha-beta model.
+"""The time of a collective in the alpha-beta model.
 
-A message of m bytes takes alpha + m / B on a link: its latency plus the bytes divided by its bandwidth (Hockney,
-Parallel Computing 20, 1994). Links are full duplex: a node sends and receives at the same time. **A collective is a
-list of rounds.** In a round, some pairs of members exchange messages at the same time. The round lasts as long as its
-slowest pair. Adding numbers takes no time.
+On a link, a message of m bytes takes alpha + m / B: the link's latency plus the bytes divided by its bandwidth
+(Hockney, Parallel Computing 20, 1994). Links are full duplex: a node sends and receives at the same time. **A
+collective is a list of rounds.** In a round, some pairs of members exchange messages at the same time, and the round
+lasts as long as its slowest pair. Adding numbers takes no time.
 
 With n members, payload S, the same bandwidth B and latency alpha everywhere, a server's bandwidth B_server, and
 L = ceil(log2 n):
@@ -38,7 +38,7 @@ L = ceil(log2 n):
 
 Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19, 2005. NCCL calls
 `ring` Ring and `double_tree` Tree. Gloo has the all-reduces `ring` and `halving_doubling`. If every member holds S
-bytes, no all-reduce transfers faster than the ring: 2(n-1)/n S/B (Patarasuk, Yuan).
+bytes, no all-reduce needs less transfer time than the ring's 2(n-1)/n S/B (Patarasuk, Yuan).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ import numpy as np
 from exogym.errors import ArgumentError, check_choice
 from exogym.network.links import GroupLinks, Links, MatrixLinks, UniformLinks
 
-CHUNK_BYTES = 1 << 20  # of a chain: what NCCL's two channels pass on at a time (see `exogym.network.libraries`)
-MOST_SPLITS = 8  # of a matrix's nodes into islands that a hierarchical all-reduce tries
+CHUNK_BYTES = 1 << 20  # a chain's piece: what NCCL's two channels forward at a time (see `exogym.network.libraries`)
+MOST_SPLITS = 8  # partitions of a matrix's nodes into islands that a hierarchical all-reduce tries
 Pairs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of a collective: `latency_s` for `hops` messages in sequence, plus `transfer_s` for the bytes."""
+    """The time of a collective: `latency_s` for `hops` sequential messages, plus `transfer_s` for the bytes."""
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
@@ -75,15 +75,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class MessageRound:
-    """Messages that start at the same time. The round is repeated `count` times.
+    """Messages that start at the same time, in a round that is repeated `count` times.
 
     Attributes:
         bytes_: bytes of each message.
-        pairs: function of n, the number of members, that returns the positions of the senders and of the receivers
-            among the members. None means all pairs. Then the slowest pair counts.
-        fan_out, fan_in: the number of messages that share a sender's line, and a receiver's line.
-        hops: how many latencies the round takes; 0 if it follows the previous round without a gap, and a part of one
-            if other messages travel meanwhile.
+        pairs: function of n, the number of members, that returns the senders' and the receivers' positions among the
+            members. None means all pairs; then the slowest pair counts.
+        fan_out, fan_in: the number of messages that share a sender's line and a receiver's line.
+        hops: how many latencies the round takes: 0 if it follows the previous round without a gap, a fraction if other
+            messages travel in the meantime.
     """
 
     count: int
@@ -106,7 +106,7 @@ def _first_to_second(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _down(hop: int) -> Pairs:
-    """One level of a binomial tree from position 0: every multiple of 2 hop sends to the position `hop` further."""
+    """One level of a binomial tree from position 0: every multiple of 2 hop sends to the position + `hop`."""
 
     def pairs(n: int) -> tuple[np.ndarray, np.ndarray]:
         senders = np.arange(0, n - hop, 2 * hop)
@@ -149,11 +149,11 @@ def _tree_up(n: int, S: float) -> list[MessageRound]:
 
 
 def _halving(n: int, S: float, count: int) -> list[MessageRound]:
-    """Vector halving, distance doubling. `count=2` also goes back the same way, which makes it an all-reduce."""
+    """Vector halving, distance doubling. With `count=2` it also goes back the same way, as an all-reduce does."""
     k = n.bit_length() - 1
     size, extra = 1 << k, n - (1 << k)
     rounds = [MessageRound(count, S / 2 ** (r + 1), _across(1 << r, size)) for r in range(k)]
-    if extra:  # members beyond the power of two give their data to a partner first and get the result last
+    if extra:  # members beyond the power of two first send their data to a partner and receive the result last
         late, early = np.arange(size, n), np.arange(extra)
         back = S if count == 2 else S / n  # a reduce-scatter returns only the member's slice
         rounds = [MessageRound(1, S, lambda _: (late, early)), *rounds, MessageRound(1, back, lambda _: (early, late))]
@@ -222,7 +222,7 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "push": ("server", "island", "relay"),
     "pull": ("server", "island", "relay"),
 }
-NAMES = {  # the names of NCCL, gloo and MPI, and ours
+NAMES = {  # the names in NCCL, gloo and MPI -> our names
     "nccl_ring": "ring",
     "nccl_tree": "double_tree",
     "gloo_ring": "ring",
@@ -231,10 +231,10 @@ NAMES = {  # the names of NCCL, gloo and MPI, and ours
 
 
 def algorithms_of(kind: str) -> list[str]:
-    """Return the names of the algorithms for the collective `kind`.
+    """Return the names of the algorithms of the collective `kind`.
 
     Raises:
-        ArgumentError: an unknown collective.
+        ArgumentError: the collective is unknown.
 
     >>> algorithms_of("all_gather")
     ['ring', 'bruck']
@@ -244,7 +244,7 @@ def algorithms_of(kind: str) -> list[str]:
 
 
 def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
-    """Return the cost of `rounds`, one after the other, among `members` (ids, in order)."""
+    """Return the cost of consecutive `rounds` among `members` (ids, in order)."""
     latency = transfer = hops = 0.0
     ids = None
     for r in rounds:
@@ -261,7 +261,7 @@ def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
 
 
 def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float, float]:
-    """Return the slowest pair's latency and its seconds per bit."""
+    """Return the latency of the slowest pair and its seconds per bit."""
     if r.pairs is None:
         bandwidth, alpha = links.slowest(ids)
         up, down = links.line(ids)
@@ -282,10 +282,10 @@ def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float
 def price_server(
     links: Links, members: Any, size: float, server_bps: float | None, ways: Sequence[str], near: bool = False
 ) -> Cost:
-    """Return the cost if every member sends `size` bytes to a server ("up") or receives `size` bytes from it ("down").
+    """Return the cost of sending `size` bytes from every member to a server ("up") or back ("down").
 
-    All bytes share the server's line, with the rate `server_bps` in each direction. If `server_bps` is None, the
-    server's line is as fast as the fastest member's line. If `near` is True, the server is in the members' island.
+    All bytes share the server's line, whose rate is `server_bps` in each direction. If `server_bps` is None, the
+    server's line is as fast as the fastest member's line. If `near`, the server is in the members' island.
     """
     n = len(members)
     up, down, alpha = (links.near if near else links.outside)(
@@ -300,16 +300,17 @@ def price_server(
 
 
 def line_of_server(up: Any, down: Any, server_bps: float | None) -> float:
-    """Return the rate of a server's line in each direction; `up` and `down` are the lines of those that it serves."""
+    """Return the rate of a server's line in each direction, given its members' lines `up` and `down`."""
     return float(np.max([up, down])) if server_bps is None else server_bps
 
 
 def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
-    """Return the cost of an all-reduce by islands.
+    """Return the cost of a hierarchical all-reduce over islands.
 
-    Each island does a ring all-reduce, the islands' first nodes do an all-reduce by a ring or by halving-doubling, and
-    each island does a broadcast. All islands work at the same time; the slowest island counts. On a matrix of links,
-    islands are the nodes that links of some bandwidth connect; the bandwidth with the fastest all-reduce counts.
+    Each island runs a ring all-reduce, the islands' first nodes run an all-reduce by a ring or by halving-doubling, and
+    each island runs a broadcast. Islands work in parallel, so the slowest one counts. On a matrix of links, an island
+    is a set of nodes connected by links of at least some bandwidth; the bandwidth that gives the fastest all-reduce
+    counts.
 
     Raises:
         ArgumentError: the network has no islands.
@@ -339,7 +340,7 @@ def _price_split(links: Links, islands: list[np.ndarray], size: float) -> Cost:
 
 
 def _splits(bandwidth_bps: np.ndarray) -> list[np.ndarray]:
-    """Return each node's island, (n,), for up to MOST_SPLITS bandwidths from which on links join their nodes."""
+    """Return each node's island, (n,), for up to MOST_SPLITS bandwidths at which links start to connect nodes."""
     n = len(bandwidth_bps)
     both = np.minimum(bandwidth_bps, bandwidth_bps.T)
     levels = np.unique(both[~np.eye(n, dtype=bool)])

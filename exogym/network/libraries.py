@@ -1,8 +1,9 @@
-"""NCCL's and gloo's collectives: which algorithms each library runs, and how long they take.
+"""The collectives of NCCL and gloo: which algorithms each library runs, and how long they take.
 
-`Network(..., library="nccl")` or `"gloo"` limits a network to the library's own algorithms and prices them with the
-formulas here. "any" takes the fastest of all algorithms in `exogym.network.costs`. Other collectives of a library cost
-what those formulas say. n members, payload S, latency alpha, bandwidth B, L = ceil(log2 n).
+`Network(..., library="nccl")` or `"gloo"` limits a network to the library's own algorithms and predicts their times
+with the formulas below. "any" uses the fastest of all algorithms in `exogym.network.costs`, whose formulas also apply
+to a library's other collectives. There are n members, the payload is S, the latency alpha, the bandwidth B, and L =
+ceil(log2 n).
 
 **gloo** (github.com/pytorch/gloo, commit 70dc360). A member sends after its receiver has said that it is ready.
 
@@ -13,10 +14,10 @@ what those formulas say. n members, payload S, latency alpha, bandwidth B, L = c
     all_to_all, gather, send    2 alpha + the bytes on the busiest line
 
 allreduce.cc cuts the payload into N segments of at most 1 MiB (`kMaxSegmentSize`), at least 2n of them, and has "two in
-flight at all times". T = S/(NB) is a segment's time. If the line were free, two segments would take 2 alpha + T: the
-receiver's announcement travels, then the segment. An announcement waits behind the segment that its sender is sending,
-if T > alpha. torch calls the ring (`UNSPECIFIED`) and never gloo's halving-doubling ("bcube"). reduce.cc passes N - 2
-segments around the ring; then each member sends its slice to the root. allgather.cc passes halves of a part. In
+flight at all times". T = S/(NB) is a segment's time. On a free line, two segments would take 2 alpha + T: the
+receiver's announcement travels, then the segment. If T > alpha, the announcement waits behind the segment that its
+sender is sending. torch calls the ring (`UNSPECIFIED`) and never gloo's halving-doubling ("bcube"). reduce.cc passes N
+- 2 segments around the ring; then each member sends its slice to the root. allgather.cc passes halves of a part. In
 broadcast.cc a member posts all of its sends at once, so they share its line: first L, then L - 1. alltoall.cc posts all
 sends at once, too.
 
@@ -29,11 +30,12 @@ sends at once, too.
 
 Each of 2 channels (connect.cc doubles the ring that a single line allows) has a buffer of 4 MiB (init.cc) in 8 steps
 (device.h). all_reduce.h passes chunks of half a buffer to each member, and begins the next loop when the last chunk is
-back. While one channel's chunk travels, the other channel sends, so either the line or the latency counts. The tree is
-taken where NCCL's own model (tuning.cc) finds it faster, with 14 us for a hop, whatever the network's latency is.
-broadcast.h and reduce.h cut the ring at the root, and pass on a step of each channel at a time, 1 MiB together.
+back. While one channel's chunk travels, the other channel sends, so the time is limited by either the line or the
+latency. NCCL uses the tree if its own model (tuning.cc) predicts that it is faster, with 14 us per hop regardless of
+the network's latency. broadcast.h and reduce.h cut the ring at the root and forward one step of each channel at a time,
+1 MiB together.
 
-Sums, copies, a library's threads, and connections that start slowly take no time here.
+The formulas ignore sums, copies, the library's threads and slowly starting connections.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ Rounds = list[MessageRound]
 
 
 def own_algorithms(library: str | None, kind: str) -> list[str]:
-    """Return the names of the algorithms that a library has for a collective.
+    """Return the names of a library's algorithms for a collective.
 
     >>> own_algorithms("nccl", "all_reduce"), own_algorithms("gloo", "broadcast")
     (['ring', 'double_tree'], ['tree'])
@@ -84,7 +86,7 @@ def own_algorithms(library: str | None, kind: str) -> list[str]:
 
 
 def chosen(library: str, kind: str, n: int, S: float, bandwidth_bps: float) -> str:
-    """Return the algorithm that a library takes for a collective among n members on lines of `bandwidth_bps`.
+    """Return the algorithm that a library uses for a collective among n members on lines of `bandwidth_bps`.
 
     >>> chosen("nccl", "all_reduce", 16, 1e9, 1e10), chosen("nccl", "all_reduce", 16, 1e3, 1e10)
     ('ring', 'double_tree')
@@ -123,7 +125,7 @@ def cost_among(
         return price([MessageRound(1, payload_bytes, None, out, into)] if busy else [], links, ids)
     if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
         if root not in ids:
-            raise ArgumentError(f"root={root!r} is not among the {n} members: name one of them")
+            raise ArgumentError(f"root={root!r} is not among the {n} members: pass one of them")
         at = list(ids).index(root)
         ids = [*ids[at:], *ids[:at]]
     own = _ROUNDS.get((library or "any", kind, way))
@@ -131,19 +133,19 @@ def cost_among(
     return max((price(rounds, links, ids) for rounds in limits), key=lambda cost: cost.seconds)
 
 
-# What a library's collective takes, as lists of rounds, of which the longest counts
+# A library's collective as alternative lists of rounds; the longest list determines the time
 
 
 def _in_flight(count: float, bytes_: float) -> list[Rounds]:
-    """Return the limits of `count` messages around a ring, of which two are in flight.
+    """Return the lower bounds on `count` messages around a ring with two messages in flight.
 
-    A message takes max(alpha, T) + min(alpha, T)/2, which is the larger one of T + alpha/2 and alpha + T/2.
+    A message takes max(alpha, T) + min(alpha, T)/2, the larger of T + alpha/2 and alpha + T/2.
     """
     return [[MessageRound(1, count * share * bytes_, around, hops=count * (1.5 - share))] for share in (1.0, 0.5)]
 
 
 def _segments(n: int, S: float) -> int:
-    """Return the number of gloo's segments, a multiple of n."""
+    """Return the number of segments that gloo uses, a multiple of n."""
     return n * math.ceil(max(math.ceil(S / SEGMENT_BYTES), 2 * n) / n)
 
 
@@ -164,7 +166,7 @@ def _gloo_broadcast(n: int, S: float) -> list[Rounds]:
 
 
 def _next_level(n: int, level: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pairs of gloo's tree: in level k, the first 2^k members send to the member 2^k places further."""
+    """Return the pairs of gloo's tree: on level k, the first 2^k members send to the member 2^k places further."""
     senders = np.arange(min(1 << level, n - (1 << level)))
     return senders, senders + (1 << level)
 
@@ -174,7 +176,7 @@ def _posted(kind: str, n: int, S: float) -> list[Rounds]:
 
 
 def _nccl_ring(passes: int, n: int, part_bytes: float) -> list[Rounds]:
-    """Return the limits of NCCL's ring, around which each member's part goes once or twice."""
+    """Return the lower bounds on NCCL's ring, around which each member's part travels once or twice (`passes`)."""
     loops, count = max(1.0, part_bytes / (CHANNELS * SLICE_BYTES)), passes * (n - 1)
     line = [MessageRound(1, 0.0, around), MessageRound(count, part_bytes, around, hops=0)]
     return [line, [MessageRound(count, part_bytes / CHANNELS, around, hops=loops)]]

@@ -1,14 +1,12 @@
-"""The link between two nodes: the same for all pairs, one per pair, or fast inside islands and slow between them.
+"""Links between nodes: equal for all pairs, one per pair, or fast inside islands and slow between them.
 
-Each kind of links has the same methods. The methods take one id or an array of ids:
+All kinds of links have the same methods, which accept one id or an array of ids:
 
-- `link(i, j)`: the link from i to j.
-- `crowd(i, j)`: if all messages from i to j start at the same time, how many of them share a message's narrowest line.
-- `line(i)`: node i's own connection (its line), which all its messages share.
-- `outside(i)`: the link to a server, which is not a node.
-- `near(i)`: the link to a server in node i's own island.
-- `connection(i, near)`: the most that one connection to such a server reaches, however fast the lines are.
-- `slowest(ids)`: the slowest link, if each of these nodes sends to another one of these nodes at the same time.
+- `link(i, j)`: the link from i to j. - `crowd(i, j)`: how many messages share a message's narrowest line if all
+messages from i to j start at the same time. - `line(i)`: node i's own connection (its line), which all its messages
+share. - `outside(i)`: the link to a server, which is not a node. - `near(i)`: the link to a server in node i's own
+island. - `connection(i, near)`: the highest rate of one connection to such a server, however fast the lines are. -
+`slowest(ids)`: the slowest link if each of the nodes sends to another one of them at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
 """
@@ -30,9 +28,9 @@ Pair = tuple[Any, Any]  # bandwidth_bps and latency_s: numbers, or arrays of the
 
 
 class Links(Protocol):
-    """The methods that every kind of links has.
+    """Base class of all kinds of links.
 
-    `size` is the number of nodes. If it is None, the links fit any number of nodes.
+    `size` is the number of nodes, or None if the links fit any number of nodes.
     """
 
     @property
@@ -48,9 +46,9 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class UniformLinks:
-    """Links of nodes with equal lines, `up_bps` and `down_bps`.
+    """Links between nodes whose lines are equal: `up_bps` and `down_bps`.
 
-    Two nodes communicate at the slower of both rates, and at most at `stream_bps`.
+    Two nodes communicate at the slower of the two rates, and at most at `stream_bps`.
     """
 
     up_bps: float
@@ -88,7 +86,7 @@ class MatrixLinks:
     """One link for each ordered pair of nodes: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j.
 
     Diagonals are unused. A node's line is as fast as its fastest link. The latency between a node and a server is the
-    node's largest latency to or from another node. To a server in the node's own island it is the smallest one.
+    node's largest latency to or from another node, or its smallest one for a server in the node's own island.
     """
 
     def __init__(self, bandwidth: Any, latency: Any):
@@ -99,8 +97,8 @@ class MatrixLinks:
         self.latency_s = _square(latency, "latency", parse_seconds)
         if len(self.latency_s) != self.size:
             raise ArgumentError(
-                f"the latency matrix is for {len(self.latency_s)} nodes, the bandwidth matrix for {self.size}: "
-                "give both for the same nodes"
+                f"the latency matrix has {len(self.latency_s)} nodes, but the bandwidth matrix has {self.size}: pass "
+                "both for the same nodes"
             )
         others = ~np.eye(self.size, dtype=bool)
         fast = np.where(others, self.bandwidth_bps, 0.0)
@@ -136,18 +134,16 @@ class MatrixLinks:
 
 
 class LineLinks:
-    """Links of nodes with different lines. Two nodes communicate at the slower line's rate, all with one latency.
+    """Links between nodes whose lines differ. Two nodes communicate at the slower line's rate; all latencies are equal.
 
     Args:
         lines: each node's bandwidth, the same in both directions.
-        latency: from any node to any other node, and to a server.
+        latency: between any two nodes, and between a node and a server.
     """
 
     def __init__(self, lines: Sequence[Any], latency: Any):
         if len(lines) < 2:
-            raise ArgumentError(
-                f"bandwidth={list(lines)!r} has the lines of {len(lines)} nodes: give at least two lines"
-            )
+            raise ArgumentError(f"bandwidth={list(lines)!r} must list at least two lines")
         self.lines_bps = np.array([parse_bandwidth(line) for line in lines])
         self.size, self.latency_s, self.stream_bps = len(lines), parse_seconds(latency), math.inf
 
@@ -174,12 +170,12 @@ class LineLinks:
 
 
 class GroupLinks:
-    """Links of islands: two nodes of island g use `inside[g]`. Other pairs use `between`, whose nodes are the islands.
+    """Links of islands: pairs in island g use `inside[g]`; other pairs use `between`, whose nodes are the islands.
 
-    An island has `shared` lines to the other islands, over which its messages spread; True is one line. (If `between`
-    has different links, the island has these lines to each other island.) If `shared` is 0 or False, each node has its
-    own line to the other islands. A node's line is as fast as its faster kind of link. Nodes reach a server over
-    `between`, and a server in their own island over `inside`.
+    An island has `shared` lines to the other islands (True means one), over which its messages are spread. If the links
+    of `between` differ, the island has that many lines to each other island. If `shared` is 0 or False, each node has
+    its own line to the other islands. A node's line is as fast as the faster of its two kinds of links. Nodes reach a
+    server over `between`, and a server in their own island over `inside`.
     """
 
     def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: int = 1):
@@ -188,10 +184,10 @@ class GroupLinks:
         count = int(self.group_of.max()) + 1
         if len(inside) != count:
             raise ArgumentError(
-                f"inside has {len(inside)} networks for {count} groups: give one network, or one per group"
+                f"inside has {len(inside)} networks for {count} groups: pass one network, or one per group"
             )
         if between.size is not None and between.size != count:
-            raise ArgumentError(f"between is a network of {between.size} nodes; wanted one node per group, {count}")
+            raise ArgumentError(f"between must have one node per group, {count}, but has {between.size}")
         self.between, self.shared = between, shared
         self.bandwidth_bps = np.array([links.bandwidth_bps for links in inside])
         self.latency_s = np.array([links.latency_s for links in inside])
@@ -224,7 +220,7 @@ class GroupLinks:
         return np.where(across, self._on_a_line(many), 1)
 
     def _on_a_line(self, many: Any) -> Any:
-        """Return how many of an island's messages share a line, if each has the rate of a pair of nodes."""
+        """Return how many of an island's messages share a line if each has the rate of a pair of nodes."""
         if not self.shared:
             return 1
         x = self.between
@@ -258,7 +254,7 @@ class GroupLinks:
 
 
 def limited(links: Any, share: float, stream_bps: Callable[[Any], Any]) -> Any:
-    """Return links with lines that reach a share of their rates, and pairs of nodes at most `stream_bps(latency_s)`."""
+    """Return links whose lines reach a share of their rates, and whose pairs reach at most `stream_bps(latency_s)`."""
     if isinstance(links, UniformLinks):
         most = float(min(links.stream_bps, stream_bps(links.latency_s)))
         return replace(links, up_bps=share * links.up_bps, down_bps=share * links.down_bps, stream_bps=most)
@@ -285,7 +281,7 @@ def _square(given: Any, name: str, read: Any) -> np.ndarray:
     if n == 0 or lengths != {n}:
         shape = ", ".join(map(str, sorted(lengths)))
         raise ArgumentError(
-            f"the {name} matrix has {n} rows of {shape} numbers; wanted a square matrix with one row per node"
+            f"the {name} matrix must be square with one row per node, but has {n} rows of {shape} numbers"
         )
     table = np.asarray(rows)
     if table.dtype.kind in "if":
@@ -301,13 +297,13 @@ def _square(given: Any, name: str, read: Any) -> np.ndarray:
                 except ArgumentError as error:
                     raise ArgumentError(
                         f"node {i} cannot reach node {j}: {error}. Every pair needs a {name}; if two nodes have no "
-                        "link, give the value for the route between them"
+                        "direct link, pass the value for the route between them"
                     ) from None
     return out
 
 
 def _membership(groups: Sequence[Any]) -> np.ndarray:
-    """Return each node's group, (nodes,), from group sizes or from lists of ids that name each node once."""
+    """Return each node's group, (nodes,), from group sizes or from lists of ids that contain each node once."""
     if not isinstance(groups, Sequence) or isinstance(groups, str) or not groups:
         raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of lists of ids")
     if all(isinstance(g, int) and not isinstance(g, bool) for g in groups):
@@ -315,10 +311,10 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
             raise ArgumentError(f"groups={list(groups)}: every group needs at least one node")
         return np.repeat(np.arange(len(groups)), groups)
     if any(isinstance(g, int | str) or not len(g) for g in groups):
-        raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of lists of ids, none empty")
+        raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of nonempty lists of ids")
     ids = [i for group in groups for i in group]
     if sorted(ids) != list(range(len(ids))):
-        raise ArgumentError(f"groups={groups!r} must name each node from 0 to {len(ids) - 1} once")
+        raise ArgumentError(f"groups={groups!r} must contain each node from 0 to {len(ids) - 1} once")
     out = np.zeros(len(ids), dtype=np.int64)
     for number, group in enumerate(groups):
         out[list(group)] = number
@@ -326,7 +322,7 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
 
 
 def without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the matrices by name. Nothing uses their diagonals, so the diagonals are zero."""
+    """Return the matrices by name, with zeros on the diagonals, which nothing uses."""
     return {
         name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
         for name, rows in tables.items()

@@ -1,18 +1,17 @@
-"""Measured times of collectives, which replace formulas, and the file that holds these times.
+"""Measured times of collectives, which replace formulas, and the file that stores them.
 
-A table of probes has measured times of one collective by size, and the name of its collective: "all_reduce" ran by the
-algorithm of the library (NCCL or gloo). The name may begin with another algorithm: "exact all_reduce" is the reduction
-in the fixed tree. Between two probes of S_1 < S_2 bytes, which took t_1 and t_2 seconds, the time is linear, as in the
+A table of probes maps sizes to measured times of one collective, whose name is the table's name. "all_reduce" ran with
+the library's algorithm (NCCL or gloo); another algorithm precedes the name, as in "exact all_reduce", the reduction in
+the fixed tree. Between two probes of S_1 < S_2 bytes, which took t_1 and t_2 seconds, the time is linear, as in the
 alpha-beta model:
 
     t(S) = t_1 + (S - S_1) (t_2 - t_1) / (S_2 - S_1)
 
-Beyond the probes, the line through the two outermost probes continues, but never below 0. With a single probe the line
-starts at the links' latency for zero bytes. A notice reports each extrapolation, once per kind and side.
+Outside the probes, the line through the two outermost probes continues, but never below 0. With a single probe, the
+line starts at the links' latency for zero bytes. A notice reports extrapolation, once per kind and side.
 
-Formulas predict every collective that was not probed (another kind, another algorithm, fewer members). The formulas use
-the links that were measured between pairs of hosts. If no pairs were measured, the formulas use links on which they
-give the largest probe's time.
+Formulas predict every collective that was not probed (another kind, another algorithm, fewer members). They use the
+links measured between pairs of hosts or, if no pairs were measured, links for which they give the largest probe's time.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ FIELDS = (
     *("latency_s", "library"),
 )
 ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # equal bytes: each may replace the other
-HALVINGS = 100  # of the logarithm of a bandwidth, until it is exact
-NOISE = 0.1  # a larger or colder message may be faster by this share before the probes contradict each other
+HALVINGS = 100  # bisections of a bandwidth's logarithm until it is exact
+NOISE = 0.1  # a larger or first message may be faster by this fraction before the probes contradict each other
 
 
 def kind_and_way(name: str) -> tuple[str, str]:
-    """Return the collective and the algorithm in the name of a table of probes.
+    """Return the collective and the algorithm in the name of a probe table.
 
     >>> kind_and_way("exact all_reduce"), kind_and_way("broadcast")
     (('all_reduce', 'exact'), ('broadcast', 'tree'))
@@ -62,11 +61,11 @@ class Probes:
     """Measured times of one collective among all nodes, by payload.
 
     Attributes:
-        name: the table's name. It is the collective, as in "all_reduce", or an algorithm and the collective, as in
-            "exact all_reduce".
+        name: the table's name: a collective, as in "all_reduce", or an algorithm and a collective, as in "exact
+            all_reduce".
         sizes_bytes, times_s: (probes,) payloads, rising, and their seconds.
-        floor_s: predicted seconds for zero bytes; used if there is only one probe.
-        set_up_s: extra seconds of a run's first collective, which sets up connections.
+        floor_s: predicted seconds for zero bytes, used if there is only one probe.
+        set_up_s: extra seconds of a run's first collective, which sets connections up.
     """
 
     name: str
@@ -77,7 +76,7 @@ class Probes:
     _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds for a payload. If the payload is outside the probes' sizes, print a notice once."""
+        """Return the seconds for a payload. Print a notice once if the payload is outside the probes' sizes."""
         sizes, times = self.sizes_bytes, self.times_s
         text = self.beyond(payload_bytes)
         if text is None:
@@ -91,23 +90,23 @@ class Probes:
         return float(times[-1] + (payload_bytes - sizes[-1]) * self._slope())
 
     def beyond(self, payload_bytes: float) -> str | None:
-        """Return a warning if a payload is outside the probes' sizes; otherwise None."""
+        """Return a warning if a payload is outside the probes' sizes, otherwise None."""
         least, most = (readable_bytes(float(size)) for size in (self.sizes_bytes[0], self.sizes_bytes[-1]))
         probed = f"probes of {self.name} have {least}" + ("" if least == most else f" to {most}")
         if payload_bytes < self.sizes_bytes[0]:
-            return f"{probed}: times for less are extrapolated, not measured"
+            return f"{probed}: times for smaller payloads are extrapolated, not measured"
         if payload_bytes > self.sizes_bytes[-1]:
-            return f"{probed}: times for more are extrapolated, not measured"
+            return f"{probed}: times for larger payloads are extrapolated, not measured"
         return None
 
     def cost(self, payload_bytes: float) -> Cost:
-        """Return the cost of a payload. Its latency is the time for zero bytes."""
+        """Return the cost of a payload, with the time for zero bytes as latency."""
         seconds = self.seconds(payload_bytes)
         start_s = min(self._start_s(), seconds)
         return Cost(start_s, seconds - start_s, 1)
 
     def _start_s(self) -> float:
-        """Return the seconds of zero bytes: where the line through the two smallest probes meets the axis."""
+        """Return the seconds for zero bytes: the intercept of the line through the two smallest probes."""
         if len(self.sizes_bytes) == 1:
             return min(self.floor_s, float(self.times_s[0]))
         (a, b), (s, t) = self.sizes_bytes[:2], self.times_s[:2]
@@ -122,7 +121,7 @@ class Probes:
 
 
 def positive_s(given: Any, name: str) -> float:
-    """Return `given`, a number or text, as seconds. Seconds must be over 0. `name` is for the error message."""
+    """Return `given`, a number or text, as seconds over 0. `name` is for the error message."""
     if given is None:
         raise ArgumentError(f"{name} is missing: measure it again")
     seconds = parse_seconds(given, name)
@@ -132,10 +131,10 @@ def positive_s(given: Any, name: str) -> float:
 
 
 def never_falling(table: Mapping[float, float]) -> dict[float, float]:
-    """Return a table of times by rising size, changed so that more bytes never take less time.
+    """Return a table of times by rising size in which more bytes never take less time.
 
-    If a probe took longer than a probe with more bytes, the probe with fewer bytes gets the time of the other probe.
-    This change is safe because other work on the hosts only adds time.
+    A probe that took longer than a larger probe gets the larger probe's time. The lower time is closer to the truth,
+    because other work on the hosts only adds time.
 
     >>> never_falling({8: 0.5, 100: 0.4, 1000: 2.0})
     {8: 0.4, 100: 0.4, 1000: 2.0}
@@ -147,7 +146,7 @@ def never_falling(table: Mapping[float, float]) -> dict[float, float]:
 
 
 def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Check a table of probes. Return its sizes in rising order, and their seconds."""
+    """Check a table of probes. Return its sizes in rising order and their seconds."""
     kind_and_way(name)
     if not isinstance(given, Mapping) or not given:
         raise ArgumentError(f"{name}={given!r} must be a table from bytes to seconds, such as {{4_000_000: 0.05}}")
@@ -160,31 +159,30 @@ def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
         if not 0 < number < math.inf:
             raise ArgumentError(f"{name}: a probe's size {size!r} must be a number of bytes over 0")
         if number in rows:
-            raise ArgumentError(f"{name}: probes contradict each other: {number:g} bytes are given twice")
+            raise ArgumentError(f"{name}: probes contradict each other: {number:g} bytes occur twice")
         rows[number] = positive_s(time, f"{name} of {number:g} bytes")
     ordered = sorted(rows.items())
     for (small, before), (large, after) in itertools.pairwise(ordered):
         if after < (1 - NOISE) * before:
             raise ArgumentError(
                 f"{name}: probes contradict each other: {large:g} bytes took {after:g} s, but {small:g} bytes took "
-                f"{before:g} s; measure again, on quiet hosts and more often"
+                f"{before:g} s; measure again on idle hosts, with more repetitions"
             )
     sizes, times = np.array(ordered).T
     return sizes, times
 
 
 class Measurement:
-    """Measured times of hosts and of the network between them. `Measurement.of` makes a measurement from the fields of
-    a file.
+    """Measured times of hosts and of the network between them. `Measurement.of` reads the fields of a file.
 
     Attributes:
         num_nodes: N, the number of nodes.
         hosts: (N,) addresses of the hosts, or None.
-        probes: measured times of each collective, by its name in the file ("exact all_reduce").
-        message_s: seconds that all nodes need to agree on a few bytes; 0 if not measured.
+        probes: measured times of each collective by its name in the file ("exact all_reduce").
+        message_s: seconds in which all nodes agree on a few bytes; 0 if not measured.
         step_s: (N,) seconds of a step of the user's model on each host, or None; `task` names the model.
         evaluation_s: (N,) seconds of an evaluation on the validation set on each host, or None.
-        links: the links that formulas use for collectives without probes.
+        links: the links for the formulas of collectives without probes.
     """
 
     def __init__(
@@ -222,19 +220,19 @@ class Measurement:
         self._first = {kind: positive_s(s, f"first of {kind}") for kind, s in (first or {}).items()}
         unprobed = sorted(self._first.keys() - tables.keys())
         if unprobed:
-            raise ArgumentError(f"first has {unprobed[0]}, which has no probes: give probes of {unprobed[0]}, too")
+            raise ArgumentError(f"first contains {unprobed[0]}, which has no probes: add probes of {unprobed[0]}")
         self.probes = {name: self._probes(name, *table) for name, table in tables.items()}
         self._by_way = {kind_and_way(name): probes for name, probes in self.probes.items()}
         if len(self._by_way) < len(self.probes):
-            raise ArgumentError(f"two of {', '.join(sorted(self.probes))} are the same collective: give one of them")
+            raise ArgumentError(f"two of {', '.join(sorted(self.probes))} are the same collective: keep one of them")
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Measurement:
-        """Return the measurement that a file's fields describe.
+        """Return the measurement with the fields of a file.
 
         Raises:
-            ArgumentError: an unknown or missing field; a value that is missing, not a number or not over 0; probes
-                that contradict each other; hosts, pairs or steps for another number of nodes.
+            ArgumentError: a field is unknown or missing; a value is missing, not a number or not over 0; probes
+                contradict each other; or hosts, pairs or steps are for another number of nodes.
         """
         for name in fields:
             if name not in FIELDS:
@@ -244,12 +242,14 @@ class Measurement:
                 raise ArgumentError(f"a measured network has no {name}: measure it again")
         for name in ("collectives", "first"):
             if not isinstance(fields.get(name, {}), Mapping):
-                raise ArgumentError(f"{name}={fields[name]!r} must name each collective, as {{'all_reduce': ...}}")
+                raise ArgumentError(
+                    f"{name}={fields[name]!r} must map names of collectives, as in {{'all_reduce': ...}}"
+                )
         given = dict(fields)
         return cls(given.pop("num_nodes"), given.pop("collectives"), **given)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of a file from which `of` makes the same measurement."""
+        """Return fields from which `of` restores this measurement."""
         out: dict[str, Any] = {"num_nodes": self.num_nodes, "collectives": {}}
         for kind, probes in self.probes.items():
             sizes = (f"{size:.17g}" for size in probes.sizes_bytes)
@@ -269,18 +269,18 @@ class Measurement:
         return out | self.about
 
     def probes_for(self, kind: str, way: str, members: int) -> Probes | None:
-        """Return the probes of the collective `kind` under the algorithm `way` among `members` members.
+        """Return the probes of the collective `kind` with the algorithm `way` among `members` members.
 
-        Returns None if nobody measured this collective.
+        Returns None if this collective was not measured.
         """
         if members != self.num_nodes:
             return None
         return self._by_way.get((kind, way)) or self._by_way.get((kind, ALIKE.get((kind, way), "")))
 
     def set_up_s(self, kind: str, way: str) -> float:
-        """Return the extra seconds that a run's first collective takes to set up connections.
+        """Return the extra seconds in which a run's first collective sets connections up.
 
-        If the first time of this collective was not measured, return the largest extra time of all collectives.
+        If this collective's first call was not measured, return the largest extra time of all collectives.
         """
         probes = self.probes_for(kind, way, self.num_nodes)
         if probes is not None and probes.name in self._first:
@@ -291,25 +291,26 @@ class Measurement:
         """Check that the measurement belongs to these hosts.
 
         Raises:
-            ArgumentError: the measurement names no hosts, other hosts, or the same hosts in another order.
+            ArgumentError: the measurement has no hosts, other hosts, or the same hosts in another order.
         """
         if self.hosts is None:
-            raise ArgumentError("the measurement does not name its hosts: measure these hosts")
+            raise ArgumentError("the measurement does not list its hosts: measure these hosts")
         if list(self.hosts) != list(hosts):
             raise ArgumentError(
-                f"the measurement is for {', '.join(self.hosts)}; the hosts are {', '.join(hosts)}: measure these hosts"
+                f"the measurement is for {', '.join(self.hosts)}, but the hosts are {', '.join(hosts)}: measure these "
+                "hosts"
             )
 
     def _fitted(self, tables: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> UniformLinks:
-        """Return links on which the formula gives the largest probe's time, and at least the smallest probe's time."""
-        rest = sorted(tables, key=lambda name: name == "barrier")  # a barrier's time does not depend on bytes
+        """Return links for which the formula gives the largest probe's time, and at least the smallest probe's time."""
+        rest = sorted(tables, key=lambda name: name == "barrier")  # a barrier's time doesn't depend on bytes
         name = next(name for name in ("all_reduce", "exact all_reduce", *rest) if name in tables)
         sizes, times = tables[name]
         kind, way = kind_and_way(name)
         size, time = float(sizes[-1]), float(times[-1])
         unit = cost_among(UniformLinks(1.0, 1.0, 1.0), None, kind, way, 1.0, range(self.num_nodes))
         if not unit.transfer_s:
-            raise ArgumentError(f"probes of {name} alone do not show the bandwidth: probe all_reduce, too")
+            raise ArgumentError(f"probes of {name} alone do not show the bandwidth: probe all_reduce as well")
         per_byte = time / size
         if len(sizes) > 1 and times[-1] > times[0]:
             per_byte = float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))
@@ -322,8 +323,8 @@ class Measurement:
             alpha = max(0.0, time - per_byte * size) / waits.latency_s
         if (shortest_s := self._formula_s(UniformLinks(most, most, alpha), kind, way, size)) >= time:
             raise ArgumentError(
-                f"latency={alpha!r} alone takes {shortest_s:.3g} s of {name}, which was measured to take {time:.3g} s: "
-                "give a smaller latency, or leave it out"
+                f"latency={alpha!r} alone would make {name} take {shortest_s:.3g} s, but the measured time is "
+                f"{time:.3g} s: pass a smaller latency, or leave it out"
             )
         for _ in range(HALVINGS):  # the time falls as the bandwidth grows
             middle = math.sqrt(least * most)
@@ -359,13 +360,13 @@ def _per_host(name: str, given: Any, num_nodes: int) -> list[Any] | None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_nodes:
         count = len(given) if isinstance(given, Sequence) and not isinstance(given, str) else "no list"
-        raise ArgumentError(f"{name} has values for {count} hosts, wanted {num_nodes}: give one value per node")
+        raise ArgumentError(f"{name} must have one value per node, {num_nodes}, but has {count}")
     return list(given)
 
 
 def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
-    """Return the links for pairs[i][j] = [bandwidth_bps, latency_s] from i to j. The diagonal may hold anything."""
-    wanted = f"pairs must hold [bandwidth_bps, latency_s] from each of {num_nodes} hosts to each other host"
+    """Return the links for pairs[i][j] = [bandwidth_bps, latency_s] from i to j. The diagonal is ignored."""
+    wanted = f"pairs must hold [bandwidth_bps, latency_s] from each of {num_nodes} hosts to every other host"
     if not isinstance(given, Sequence) or len(given) != num_nodes:
         raise ArgumentError(f"{wanted}; pairs has {len(given) if isinstance(given, Sequence) else 'no'} rows")
     tables: list[list[list[Any]]] = [[], []]

@@ -1,4 +1,4 @@
-"""A network: its links, built from a user's description. `pricing` computes what a collective costs on them."""
+"""A network: links built from a user's description. `pricing` computes the times of collectives on them."""
 
 from __future__ import annotations
 
@@ -38,43 +38,43 @@ SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "i
 
 
 class Network(Pricing):
-    """A network of links with bandwidth and latency. It predicts how long a collective takes.
+    """A network of links with bandwidth and latency, which predicts how long a collective takes.
 
-    Every node has a full-duplex line to every other node. `Network.matrix` gives each pair its own link,
-    `Network.groups` makes islands, `Network.preset` returns a network by name, and `Network.parse` reads text.
+    By default, all nodes have the same full-duplex line. `Network.matrix` gives each pair its own link,
+    `Network.groups` builds islands, `Network.preset` returns a network by name, and `Network.parse` reads text.
 
     Args:
-        bandwidth: bits per second, or text such as "1Gbps" or "100MB/s". A list has the bandwidth of each node's line;
-            two nodes then communicate at the slower line's rate.
+        bandwidth: bits per second, or text such as "1Gbps" or "100MB/s". A list holds the bandwidth of each node's
+            line; two nodes then communicate at the slower line's rate.
         latency: seconds one way, or text such as "0.5ms".
-        up, down: bandwidths of a node's line if they differ; default: `bandwidth`. Two nodes communicate at the
-            slower of the sender's `up` and the receiver's `down`.
-        jitter: mean delay of a message in seconds, or text. Each message in a collective's longest chain gets an
-            exponential random delay, drawn from (seed, number of the event).
-        loss: share of lost packets, at least 0 and under 1. Packets are sent again until they arrive, so a transfer
-            takes 1 / (1 - loss) times as long: the expectation under selective repeat (Bertsekas, Gallager, Data
+        up, down: bandwidths of a node's line in each direction, if they differ; default: `bandwidth`. Two nodes
+            communicate at the slower of the sender's `up` and the receiver's `down`.
+        jitter: mean random delay of a message in seconds, or text. Each message in a collective's longest chain gets an
+            exponentially distributed delay, drawn from (seed, number of the event).
+        loss: fraction of lost packets, at least 0 and under 1. Packets are resent until they arrive, so a transfer
+            takes 1 / (1 - loss) times as long, the expectation under selective repeat (Bertsekas, Gallager, Data
             Networks, 2.4). TCP's slowdown after a loss is not included.
         seed: seed of the jitter.
-        server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
-        tcp: whether to predict ExoGym's hosts over TCP. Packet headers take 6.4 % of the rate, idle connections start
-            slowly, messages wait until their receivers are ready, and nodes agree before they communicate (see
-            `exogym.network.overheads`).
-        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time, also from
-            steps that hide a transfer. If it is None, they take no time. torch's own reduction
-            (`Placement(reduction="native")`) copies less.
-        library: whose collectives are predicted: "gloo", "nccl", or "any" for the fastest known algorithm. Each library
-            has its own algorithms and times (see `exogym.network.libraries`). None is "any" with times as in
-            textbooks, and lets `advise` choose: NCCL for steps on NVIDIA's GPUs, otherwise gloo.
-        efficiency: the share of every line's rate that messages reach, over 0 and up to 1.
-        stream: the most that two nodes reach over one connection, however fast their lines are: a rate such as "5Gbps",
-            or the connection's window in bytes, such as "3MiB", which is sent once in each round trip. gloo uses one
-            connection between two nodes; NCCL uses 16 on AWS, 4 on Google's cloud and otherwise 1 (net_socket.cc).
-        bucket: bytes of a collective, such as "25MB". Larger payloads are sent in as many equal collectives as are
-            needed, one after the other, and each has its own latencies.
+        server: bandwidth of a parameter server's line; default: the fastest line of its members.
+        tcp: whether to predict runs of ExoGym on hosts over TCP: packet headers take 6.4 % of the rate, idle
+            connections start slowly, messages wait until their receivers are ready, and nodes agree before they
+            communicate (see `exogym.network.overheads`).
+        memory: a host's memory speed, such as "10GB/s", from which the time of the exact reduction's copies and sums is
+            predicted. They take this time even if steps hide the transfer. None: they take no time. torch's own
+            reduction (`Placement(reduction="native")`) copies less.
+        library: the library whose collectives are predicted: "gloo", "nccl", or "any" for the fastest known algorithm.
+            Each library has its own algorithms and times (see `exogym.network.libraries`). None is "any" with times as
+            in textbooks, and lets `advise` choose: NCCL for steps on NVIDIA's GPUs, otherwise gloo.
+        efficiency: the fraction of every line's rate that messages reach, over 0 and up to 1.
+        stream: the highest rate of one connection between two nodes, however fast their lines are: a rate such as
+            "5Gbps", or the connection's window in bytes, such as "3MiB", which is sent once per round trip. gloo uses
+            one connection between two nodes; NCCL uses 16 on AWS, 4 on Google's cloud and otherwise 1 (net_socket.cc).
+        bucket: the most bytes of one collective, such as "25MB". Larger payloads are sent in several equal collectives,
+            one after the other, each with its own latencies.
 
     Raises:
-        ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss; a library
-            with `tcp=True`, which predicts ExoGym's own messages over gloo.
+        ArgumentError: a unit is unknown; a bandwidth is not over 0; a latency, jitter or loss is negative; or `library`
+            is combined with `tcp=True`, which predicts ExoGym's own messages over gloo.
 
     >>> network = Network("1Gbps", "0.5ms")
     >>> network.link(0, 1)
@@ -98,13 +98,15 @@ class Network(Pricing):
         if bandwidth is None and (up is None or down is None):
             raise ArgumentError("a network needs a bandwidth, as in Network('1Gbps', '0.5ms'), or up= and down=")
         if bandwidth is not None and up is not None and down is not None:
-            raise ArgumentError(f"bandwidth={bandwidth!r}, up={up!r} and down={down!r} are one too many: leave one out")
+            raise ArgumentError(
+                f"bandwidth={bandwidth!r}, up={up!r} and down={down!r} cannot all be set: leave one out"
+            )
         links: Links
         if isinstance(bandwidth, list | tuple):
             if up is not None or down is not None:
                 raise ArgumentError(
-                    f"bandwidth={bandwidth!r} has each node's line, so up= and down= have no place: for lines with two "
-                    "rates, use Network.matrix"
+                    f"bandwidth={bandwidth!r} lists each node's line and cannot be combined with up= or down=: for "
+                    "lines with two rates, use Network.matrix"
                 )
             links = LineLinks(bandwidth, latency)
             shape = {"bandwidth": links.lines_bps.tolist(), "latency": links.latency_s}
@@ -130,12 +132,12 @@ class Network(Pricing):
         """Return a network in which each ordered pair of nodes has its own link.
 
         Args:
-            bandwidth, latency: (N, N) numbers or text; entry [i][j] is for the link from i to j. The diagonal is
-                ignored. One latency may serve all pairs. Every pair needs a link.
+            bandwidth, latency: (N, N) numbers or text; entry [i][j] is for the link from i to j. Every pair needs a
+                link, and the diagonal is ignored. A single latency applies to all pairs.
             **options: jitter, loss, seed, server, tcp, memory, library, efficiency, stream and bucket, as in `Network`.
 
         Raises:
-            ArgumentError: matrices that are not square or differ in size, or two nodes that cannot reach each other.
+            ArgumentError: the matrices are not square or differ in size, or two nodes can't reach each other.
 
         >>> network = Network.matrix([[0, "1Gbps"], ["20Mbps", 0]], "10ms")
         >>> network.link(1, 0)
@@ -150,20 +152,20 @@ class Network(Pricing):
     def groups(
         cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: int = True, **options: Unpack[Options],
     ) -> Network:  # fmt: skip
-        """Return a network of islands: fast links inside an island, slow links between islands.
+        """Return a network of islands, with fast links inside an island and slow links between islands.
 
         Args:
-            groups: the islands' sizes, such as [4, 4], or lists of ids that name each node once.
+            groups: the islands' sizes, such as [4, 4], or lists of ids that contain each node once.
             inside: the network inside every island, or a list with one network per island. A network is a `Network`, or
                 text or settings for `Network.of`.
-            between: the network between nodes of different islands; a matrix has one row per island.
-            shared: how many lines to the other islands an island has, over which its simultaneous messages spread. True
-                is one line, as for machines of several GPUs with one network card. False gives each node its own line,
-                as for a card per GPU.
+            between: the network between nodes of different islands. A matrix has one row per island.
+            shared: the number of lines from an island to the other islands, over which its simultaneous messages are
+                spread. True is one line, as for machines with several GPUs and one network card. False gives each node
+                its own line, as for one card per GPU.
             **options: as in `Network.matrix`, for all links.
 
         Raises:
-            ArgumentError: groups that are empty or leave out nodes, or networks that do not fit them.
+            ArgumentError: groups are empty or leave out nodes, or the networks don't fit the groups.
 
         >>> network = Network.groups([4, 4], inside="nvlink", between="100Mbps,20ms")
         >>> network.link(0, 3), network.link(3, 4)
@@ -175,8 +177,8 @@ class Network(Pricing):
         for part in (*insides, outer):
             if others := sorted(part._options.keys() - {"efficiency", "stream"}):
                 raise ArgumentError(
-                    f"the networks inside and between groups cannot have {', '.join(others)}: leave that out there "
-                    "and give it to Network.groups() for all links"
+                    f"the networks inside and between groups cannot set {', '.join(others)}: pass these options to "
+                    "Network.groups() instead, for all links"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
@@ -199,22 +201,22 @@ class Network(Pricing):
         cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None, latency: Any = None,
         library: str | None = None,
     ) -> Network:  # fmt: skip
-        """Return a network that gives all-reduces their measured times.
+        """Return a network in which all-reduces take their measured times.
 
-        Between two probes the time is linear in the bytes. Outside the probes ExoGym extrapolates the time, with a
-        notice. Other collectives use formulas on links that give the probes' times (`exogym.network.measured`).
+        Between two probes, the time is linear in the bytes. Outside the probes it is extrapolated, with a notice. Other
+        collectives use formulas on links that reproduce the probes' times (see `exogym.network.measured`).
 
         Args:
-            all_reduce: bytes to seconds, for all-reduces among all nodes over connections already in use.
+            all_reduce: a dict from bytes to seconds, for all-reduces among all nodes over established connections.
             num_nodes: N, the number of nodes that took part.
-            first: seconds of the very first all-reduce, with the largest size, which also set connections up. In a
+            first: seconds of the very first all-reduce, of the largest size, which also set connections up. In a
                 prediction, a run's first collective takes the same extra time.
-            latency: seconds one way; by default what the probes say, or 0 from a single probe.
+            latency: seconds one way; by default estimated from the probes, or 0 from a single probe.
             library: "gloo" or "nccl", whose formulas predict the other collectives.
 
         Raises:
-            ArgumentError: no probe; a size or time that is missing or not over 0; probes that contradict each other. A
-                larger all-reduce, or the first one, must take at least nine tenths of the time of a smaller or later
+            ArgumentError: there is no probe; a size or time is missing or not over 0; or probes contradict each other.
+                A larger all-reduce, or the first one, must take at least nine tenths of the time of a smaller or later
                 one.
 
         >>> network = Network.measured({1e6: 0.02, 3e6: 0.04}, num_nodes=4, first=0.1)
@@ -234,7 +236,7 @@ class Network(Pricing):
 
     @classmethod
     def preset(cls, name: str) -> Network:
-        """Return a network by name. `exogym.network.PRESETS` lists the names, each with its source.
+        """Return a network by name. `exogym.network.PRESETS` lists the names and their sources.
 
         Raises:
             ArgumentError: an unknown name.
@@ -248,9 +250,9 @@ class Network(Pricing):
     def parse(cls, text: str) -> Network:
         """Return the network that a text describes: a preset, a bandwidth and optionally a latency, or a JSON file.
 
-        Examples: `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`,
-        `sites.json`. A list such as `1Gbps,1Gbps,50Mbps:10ms` has each node's line, and after the last colon the
-        latency between any two nodes. The file holds one object:
+        Examples: `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`, `sites.json`.
+        A list such as `1Gbps,1Gbps,50Mbps:10ms` has each node's line and, after the last colon, the latency between any
+        two nodes. The file holds one object:
 
         - the arguments of `Network`;
         - {"matrix": {...}} with the arguments of `Network.matrix`;
@@ -260,7 +262,8 @@ class Network(Pricing):
         The objects with "matrix" or "groups" may also have `jitter`, `loss`, `seed` and `server`.
 
         Raises:
-            ArgumentError: the text is none of these; the file is missing or does not hold such an object.
+            ArgumentError: the text is not a preset, a bandwidth or a file; or the file is missing or doesn't hold such
+                an object.
 
         >>> Network.parse("100Mbps,20ms,jitter=5ms")
         Network('100 Mbps', '20 ms', jitter='5 ms')
@@ -274,19 +277,19 @@ class Network(Pricing):
 
     @classmethod
     def of(cls, given: Network | str | Mapping[str, Any]) -> Network:
-        """Return a network from text as in `parse`, or from settings as in `describe`.
+        """Return a network from text as in `parse`, or from settings as returned by `describe`.
 
         A `Network` is returned unchanged.
 
         Raises:
-            ArgumentError: an unknown setting, or settings that do not go together.
+            ArgumentError: a setting is unknown, or settings can't be combined.
         """
         if isinstance(given, Network):
             return given
         if isinstance(given, str):
             return cls.parse(given)
         if not isinstance(given, Mapping):
-            raise ArgumentError(f"{given!r} is no network: wanted a Network, text such as '1Gbps,0.5ms', or settings")
+            raise ArgumentError(f"{given!r} is not a network: pass a Network, text such as '1Gbps,0.5ms', or settings")
         settings = dict(given)
         if settings.keys() & {"collectives", "num_nodes", "pairs"}:
             return cls._of_measurement(Measurement.of(settings))
@@ -304,7 +307,9 @@ class Network(Pricing):
         extra = ("shared", *OPTIONS) if shape == "groups" else OPTIONS
         options = {name: settings.pop(name) for name in extra if name in settings}
         if sorted(settings) != sorted(wanted):
-            raise ArgumentError(f"a network by {shape} takes {', '.join(wanted)}, not {', '.join(sorted(settings))}")
+            raise ArgumentError(
+                f"a network by {shape} takes {', '.join(wanted)}, but has {', '.join(sorted(settings))}"
+            )
         return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
 
     def _read(
@@ -323,7 +328,8 @@ class Network(Pricing):
             check_choice("library", library, LIBRARIES)
             if tcp:
                 raise ArgumentError(
-                    f"library={library!r} with tcp=True, which predicts ExoGym's own messages: leave one of them out"
+                    f"library={library!r} cannot be combined with tcp=True, which predicts ExoGym's own messages: "
+                    "leave one of them out"
                 )
         self.library, (self._stream_bps, stream) = library, _stream(stream)
         self.bucket_bytes = math.inf if bucket is None else parse_bytes(bucket, "bucket")
@@ -335,7 +341,7 @@ class Network(Pricing):
         self._options = {name: value for name, value in options.items() if value}
 
     def _put(self, links: Links, shape: dict[str, Any]) -> Network:
-        """Give the network its links, and return it."""
+        """Set the network's links, and return the network."""
         self.links = limited(links, self._share, self._stream_bps)
         self._description = shape | self._options
         return self
@@ -353,7 +359,7 @@ class Network(Pricing):
     def describe(self) -> dict[str, Any]:
         """Return the network's settings as numbers, lists and dicts.
 
-        `Network.of` makes the same network from these settings.
+        `Network.of` restores the network from the returned settings.
         """
         return dict(self._description)
 
@@ -389,7 +395,7 @@ class Network(Pricing):
         i and j are ids or arrays of ids. From a node to itself the bandwidth is infinite and the latency zero.
 
         Raises:
-            ArgumentError: an id that the network does not have.
+            ArgumentError: an id is not in the network.
         """
         i, j = np.broadcast_arrays(np.asarray(i), np.asarray(j))
         self._check_ids(i, j)
@@ -398,7 +404,7 @@ class Network(Pricing):
         return (bandwidth, latency) if i.ndim else (float(bandwidth), float(latency))
 
     def line_bps(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rates of each node's own line, up and down, in bits per second: two arrays (num_nodes,).
+        """Return the rates of each node's own line, up and down, in bits per second: two (num_nodes,) arrays.
 
         All messages of a node share its line.
         """
@@ -407,7 +413,7 @@ class Network(Pricing):
 
 
 def _stream(given: Any) -> tuple[Callable[[Any], Any], Any]:
-    """Return a connection's most bits per second as a function of the latency, and its description."""
+    """Return a connection's highest rate in bits per second as a function of the latency, and its description."""
     if given is None:
         return lambda latency_s: np.inf, None
     if isinstance(given, str) and given.rstrip().endswith("B"):

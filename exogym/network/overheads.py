@@ -1,6 +1,6 @@
-"""Optional costs of a collective in addition to latency and rate: gloo's messages over TCP, copies and sums.
+"""Optional costs of a collective beyond latency and rate: gloo's messages over TCP, copies and sums.
 
-**Messages of gloo** (`tcp=True`). gloo sends a message only after its receiver has said that it is ready, so every
+**Messages of gloo** (`tcp=True`). gloo sends a message only after its receiver has announced that it is ready, so every
 message takes two latencies. If n members all send m bytes to each other (`exogym.core.engine.wire`), they take
 
     2 alpha + (n-1) m/B    for m of at most 14,600 bytes, because all messages travel at the same time
@@ -17,25 +17,24 @@ message takes two latencies. If n members all send m bytes to each other (`exogy
     push, pull, server, hierarchical  as without gloo: hosts have no server
     any other                         twice the latencies of its formula, also torch's own all-reduce, a ring
 
-Nodes that agree on a few bytes exchange them once.
+If nodes agree on a few bytes, they exchange them once.
 
 **TCP** (`tcp=True`). 1,448 bytes of each packet of 1,514 are payload: Ethernet's header has 14 bytes, IP's 20, and
-TCP's with timestamps 32. Every second packet is acknowledged by 66 bytes the other way (RFC 5681, 4.2), where nodes
-send, too. So a line's rate carries 1448 / (1514 + 66/2) = 93.6 % payload.
+TCP's with timestamps 32. Every second packet is acknowledged by 66 bytes in the other direction (RFC 5681, 4.2), in
+which nodes also send, so 1448 / (1514 + 66/2) = 93.6 % of a line's rate carries payload.
 
-A connection fills a link of B bytes per second with a window of W = B RTT bytes, where RTT is two
-latencies. A new connection starts with 10 segments (RFC 6928). Its earlier messages, of m bytes too, brought the window
-to at least W or m bytes. An idle connection halves its window for each retransmission timeout RTO = RTT + 200 ms
-(Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then the connection doubles the window in each round
-trip until the window fills the link, or until all m bytes of the message are sent. After an idle time t the connection
-loses
+A connection fills a link of B bytes per second with a window of W = B RTT bytes, where RTT is two latencies. A new
+connection starts with 10 segments (RFC 6928). Its earlier messages, also of m bytes, have grown the window to at least
+min(W, m) bytes. An idle connection halves its window for each retransmission timeout RTO = RTT + 200 ms (Linux,
+TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then the connection doubles the window in each round trip
+until the window fills the link, or until all m bytes of the message are sent. After an idle time t the connection loses
 
     k RTT - w (2^k - 1) / B,   w = max(14,600, min(W, m) / 2^floor(t / RTO)),
                                k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)
 
-Connections that send at the same time lose it once. Where all members send large messages to each other, n - 1 rounds
-use one connection after the other, and each round loses it. Queues and losses are not included, so after a pause four
-hosts took up to 1.6 times as long as predicted. B is the line's rate in this formula.
+Connections that send at the same time lose this time once. If all members send large messages to each other, n - 1
+rounds use one connection after the other, and each round loses it. B is the line's rate in this formula. Queues and
+losses are not included, so after a pause four hosts took up to 1.6 times as long as predicted.
 
 **Copies and sums** (`memory=`, a host's memory speed in bytes per second). The exact all-reduce of S bytes among n
 members moves more in memory than the network stack does: its own slices (4 S/n), the received slices put together
@@ -53,15 +52,15 @@ from exogym.network.costs import ALGORITHMS, MessageRound
 
 HEADER_BYTES = 66  # of a packet
 PAYLOAD_SHARE = 1448 / (1448 + HEADER_BYTES * 1.5)  # of a line's rate
-TIMEOUT_S = 0.2  # retransmission timeout minus the round trip
+TIMEOUT_S = 0.2  # retransmission timeout minus round trip
 FIRST_WINDOW_BYTES = 10 * 1460
 PACKET_BYTES = 1448  # of payload
-MOST_PAIRED = 64  # members whose pairs are priced one by one
+MOST_PAIRED = 64  # the most members whose pairs are priced individually
 MOST_HALVINGS = 64
 
 
 def rounds_of_gloo(kind: str, way: str, n: int, payload_bytes: float) -> list[MessageRound] | None:
-    """Return the rounds of a collective among n ExoGym hosts, or None if the table above has no line for it.
+    """Return the rounds of a collective among n ExoGym hosts, or None if it is not in the table above.
 
     >>> [(r.count, r.bytes_, r.hops) for r in rounds_of_gloo("all_reduce", "exact", 2, 1e6)]
     [(1, 0.0, 1), (1, 500000.0, 1), (1, 0.0, 1), (1, 500000.0, 1)]
@@ -93,7 +92,7 @@ def _exchanged(n: int, message_bytes: float) -> list[MessageRound]:
 def _rounds(n: int, message_bytes: float) -> list[MessageRound]:
     """Return n - 1 rounds: in round k each member sends to the member k places further.
 
-    With many members, the slowest pair of all counts for every round.
+    If there are many members, every round is as slow as the slowest pair of all.
     """
     if n > MOST_PAIRED:
         return [MessageRound(n - 1, message_bytes)]
@@ -115,7 +114,7 @@ def shifted(n: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def messages_of(kind: str, way: str, n: int, payload_bytes: float) -> tuple[int, float]:
-    """Return how many messages of a collective a host sends one after the other, and the bytes of each.
+    """Return how many consecutive messages a host sends in a collective, and the bytes of each.
 
     >>> messages_of("all_reduce", "exact", 4, 1e6), messages_of("broadcast", "tree", 4, 1e6)
     ((3, 250000.0), (1, 1000000.0))
@@ -126,7 +125,7 @@ def messages_of(kind: str, way: str, n: int, payload_bytes: float) -> tuple[int,
 
 
 def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, idle_s: float = math.inf) -> float:
-    """Return the seconds that a connection loses on `payload_bytes`, because it starts slowly after `idle_s` seconds.
+    """Return the seconds that a connection loses on `payload_bytes` by starting slowly after `idle_s` seconds.
 
     >>> round(slow_start_s(1e9, 500e6, 0.075), 3)  # 10 round trips, minus the time of the 15 MB sent in them
     1.261

@@ -1,7 +1,6 @@
 """Networks by name, as text on a command line, or from a file.
 
-`source` says where each number of a name is from. "Assumed" marks round figures that we chose. A latency is for one
-message in one direction.
+`source` names the source of each number; "assumed" marks round figures that we chose. Latencies are one way.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from exogym.network.units import value_of
 
 @dataclass(frozen=True)
 class Preset:
-    """A network with a name: its settings for `Network`, and the settings' source."""
+    """A named network: its settings for `Network` and their source."""
 
     settings: dict[str, Any]
     source: str
@@ -67,7 +66,7 @@ def settings_of(text: str) -> dict[str, Any]:
     """Return the settings in a text: a preset, one or more bandwidths with a latency, name=value, or a .json file.
 
     Raises:
-        ArgumentError: the text is none of these, or gives a setting twice; the file is missing or not JSON.
+        ArgumentError: the text has another form or contains a setting twice, or the file is missing or not JSON.
 
     >>> settings_of("100Mbps,20ms,loss=0.01")
     {'bandwidth': '100Mbps', 'latency': '20ms', 'loss': 0.01}
@@ -85,7 +84,7 @@ def settings_of(text: str) -> dict[str, Any]:
         if not equals:
             bare.append(name)
         elif name in named:
-            raise ArgumentError(f"network {text!r} gives {name} twice: give it once")
+            raise ArgumentError(f"network {text!r} sets {name} twice: set it once")
         else:
             named[name] = value_of(value) if name in ("loss", "seed", "tcp", "efficiency") else value
     if len(bare) > 1 and _is_bandwidth(bare[1]):
@@ -93,7 +92,7 @@ def settings_of(text: str) -> dict[str, Any]:
         lines = [*bare[:-1], last.strip()]
         if any(":" in line for line in lines):
             raise ArgumentError(
-                f"network {text!r}: all lines have one latency: write it after the last line, as 1Gbps,50Mbps:10ms"
+                f"network {text!r}: all lines share one latency: write it after the last line, as in 1Gbps,50Mbps:10ms"
             )
         if "bandwidth" in named or (colon and "latency" in named):
             raise ArgumentError(f"network {text!r} gives {'bandwidth' if 'bandwidth' in named else 'latency'} twice")

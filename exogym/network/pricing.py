@@ -1,4 +1,4 @@
-"""Predict how long a collective takes: by formula or from measurements, at a given time, with jitter and loss."""
+"""Predict how long a collective takes, by formula or from measurements, with jitter and loss."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory
 if TYPE_CHECKING:
     from exogym.core.communicator import Event
 
-AGREEMENTS = 2  # the processes' agreements in a stretch: whether to stop, and the losses or the present gradients
+AGREEMENTS = 2  # agreements between processes in a stretch: whether to stop, and the losses or the present gradients
 Members = int | Sequence[int]
 # Pages and docstrings repeat these sentences.
 LATE = (
-    "Averages with a delay overlap with computing. "
-    "On hosts, this overlap needs gloo and whole nodes in each process, without `faults` or `min_hosts`. "
-    "Otherwise nodes wait for each average right after they send it."
+    "Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each "
+    "process, without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it."
 )
 
 
 class Pricing:
     """The base class of `exogym.network.Network`, which predicts communication times.
 
-    `Network` adds the links' description.
+    `Network` adds the description of the links.
 
     Attributes:
         links: the links between nodes.
@@ -59,42 +58,43 @@ class Pricing:
 
     @property
     def group_of(self) -> np.ndarray | None:
-        """(N,) the number of each node's group in `Network.groups`. None for other networks."""
+        """The index of each node's group in `Network.groups`, (N,). None for other networks."""
         return self.links.group_of if isinstance(self.links, GroupLinks) else None
 
     @property
     def lines_differ(self) -> bool:
-        """Whether nodes may have different lines. If so, a cost depends on which nodes send."""
+        """Whether nodes may have different lines, so that a cost depends on which nodes send."""
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
     def seconds(self, event: Event, draw: int | None = None, idle_s: float = math.inf) -> float:
-        """Return how many seconds a communicator's event takes once its last member is ready.
+        """Return the seconds that a communicator's event takes once its last member is ready.
 
-        With a library, its own algorithm replaces the usual one of the event's collective.
+        If the network has a `library`, the library's algorithm replaces the default algorithm of the event's
+        collective.
 
         Args:
-            draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
+            draw: the event's number, which determines its jitter. Event 0 also sets connections up. None means the mean
                 jitter, without setting connections up.
-            idle_s: seconds that the members' lines were idle before; used if connections start slowly.
+            idle_s: seconds for which the members' lines were idle before, used if connections start slowly.
         """
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
         if event.links:
             return self.duration_s(self._cost_of_links(event), draw)
         if not isinstance(self.links, UniformLinks):
-            if len(event.givers) == 1:  # the root gives in broadcast and scatter; it receives in gather and reduce
+            if len(event.givers) == 1:  # the root sends in broadcast and scatter; it receives in gather and reduce
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
         way: str | None = event.algorithm
         if self.library is not None and way == algorithms_of(event.kind)[0]:
-            way = None  # a usual algorithm: the library takes its own
+            way = None  # a default algorithm: the library uses its own
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s, way)
         return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)
 
     def _cost_of_links(self, event: Event) -> Cost:
-        """Return the cost of a mix's messages. All start at the same time; a node's messages share its line."""
+        """Return the cost of a mix's messages, which all start at the same time and share their nodes' lines."""
         at = {node: position for position, node in enumerate(event.members)}
         givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
         out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
@@ -103,13 +103,13 @@ class Pricing:
         return self._over_tcp(price([messages], self.links, self._members(event.members)), 2 * turns)
 
     def _over_tcp(self, cost: Cost, latencies: int = 1) -> Cost:
-        """Return a cost with TCP's headers and `latencies` times the latencies, if the network is TCP's."""
+        """If the network uses TCP, add TCP's headers and multiply the latencies by `latencies`."""
         if not self.tcp:
             return cost
         return Cost(latencies * cost.latency_s, cost.transfer_s / PAYLOAD_SHARE, latencies * cost.hops)
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
-        """Return the seconds of `cost` with loss and jitter: the mean jitter, or the jitter of event number `draw`."""
+        """Return the seconds of `cost` with loss and with the jitter of event number `draw`, or the mean jitter."""
         late = 0.0
         if self.jitter_s and cost.hops:
             late = cost.hops * self.jitter_s
@@ -131,16 +131,16 @@ class Pricing:
 
         Args:
             kind: the communicator's name for the collective: "all_reduce", "all_gather", ...
-            payload_bytes: bytes that each giver hands over.
-            members: the members' ids, or their number n. With a number, nodes 0 to n - 1 are the members.
-            algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: what the network's library takes, or
-                without a library the first of `algorithms_of(kind)`.
+            payload_bytes: bytes that each sending member hands over.
+            members: the members' ids, or their number n, which stands for nodes 0 to n - 1.
+            algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: the algorithm that the network's library
+                uses, or the first of `algorithms_of(kind)` if the network has no library.
             root: the root of a broadcast, reduce, gather or scatter; default: the first member.
-            fan: for a mix, the largest number of messages that a node sends, and that a node receives; default: one for
-                each other node.
+            fan: for a mix, the largest numbers of messages that a node sends and receives; default: one per other node.
 
         Raises:
-            ArgumentError: an unknown collective or algorithm, a bad payload, or a node that the network does not have.
+            ArgumentError: the collective or algorithm is unknown, the payload is invalid, or a node is not in the
+                network.
         """
         if not 0 <= payload_bytes < math.inf:
             raise ArgumentError(f"payload_bytes={payload_bytes!r} must be a finite number of bytes, at least 0")
@@ -149,7 +149,7 @@ class Pricing:
         size = payload_bytes / count
         way = self._own_way(kind, size, ids) if algorithm is None else NAMES.get(algorithm, algorithm)
         check_choice("algorithm", way, names)
-        if count > 1 and way not in ("chain", "server"):  # pieces follow each other down a chain without a gap
+        if count > 1 and way not in ("chain", "server"):  # a chain's pieces follow each other without a gap
             one = self._cost(kind, size, ids, way, root, fan)
             return Cost(count * one.latency_s, count * one.transfer_s, count * one.hops)
         return self._cost(kind, payload_bytes, ids, way, root, fan)
@@ -174,11 +174,11 @@ class Pricing:
         return cost + Cost(self._copying_s(kind, way, payload_bytes, n))
 
     def _buckets(self, kind: str, payload_bytes: float) -> int:
-        """Return in how many equal collectives a payload is sent."""
+        """Return the number of equal collectives in which a payload is sent."""
         return max(1, math.ceil(payload_bytes / self.bucket_bytes)) if kind in OWN["nccl"] else 1
 
     def _own_way(self, kind: str, payload_bytes: float, members: Sequence[int]) -> str:
-        """Return the algorithm that the library takes, or the first one without a library."""
+        """Return the algorithm that the library uses, or the first one if the network has no library."""
         if self.library == "any":
             return self.cheapest(kind, payload_bytes, members)[0]
         if self.library not in OWN or kind not in OWN[self.library] or len(members) == 1:
@@ -190,30 +190,31 @@ class Pricing:
         return 0.0 if self.memory_bps is None else 8 * payload_bytes * moved_in_memory(kind, way, n) / self.memory_bps
 
     def processor_s(self, kind: str, payload_bytes: float, n: int, algorithm: str | None = None) -> float:
-        """Return the seconds for which a collective's copies and sums occupy the processor of each of `n` members.
+        """Return the seconds for which a collective's copies and sums occupy each of `n` members' processors.
 
-        This time is part of `cost`. The result is 0 if the network has no `memory`, or if it has a measurement.
+        They are part of `cost`, and 0 if the network has no `memory` or has a measurement.
         """
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is not None else self._copying_s(kind, way, payload_bytes, n)
 
     def server_bps_of(self, nodes: Sequence[int], near: bool = False) -> float:
-        """Return the rate in bits per second, each way, of the line of the server of `nodes`.
+        """Return the rate, each way, of the line of the server of `nodes`, in bits per second.
 
-        With `near`, the server is in the nodes' island, and `server` does not count.
+        If `near`, the server is in the nodes' island, and the network's `server` is ignored.
         """
         served = nodes if isinstance(self.links, UniformLinks) else np.asarray(nodes)
         up, down, _ = (self.links.near if near else self.links.outside)(served)
         return line_of_server(up, down, None if near else self.server_bps)
 
     def server_s(self, payload_bytes: float, nodes: Sequence[int], near: bool = False) -> float:
-        """Return the seconds for which `payload_bytes` occupy the line of the server of `nodes`, one way."""
+        """Return the seconds for which `payload_bytes` occupy the line of the server of `nodes` in one direction."""
         return self.duration_s(self._over_tcp(Cost(0.0, 8 * payload_bytes / self.server_bps_of(nodes, near))))
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.
+        """Return the name of the fastest algorithm without a server for a collective, and its mean seconds.
 
-        With a library, the result is this library's algorithm; with `tcp`, the algorithm of ExoGym's hosts.
+        If the network has a `library`, the result is the library's algorithm; if it has `tcp`, the algorithm of
+        ExoGym's hosts.
         """
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]
@@ -234,7 +235,7 @@ class Pricing:
     def ramp_s(
         self, kind: str, payload_bytes: float, members: Members, idle_s: float, algorithm: str | None = None
     ) -> float:
-        """Return the seconds that a collective loses because connections start slowly after `idle_s` idle seconds."""
+        """Return the seconds that a collective loses by connections that start slowly after `idle_s` idle seconds."""
         ids = self._members(members)
         if not self.tcp or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
             return 0.0
@@ -244,14 +245,14 @@ class Pricing:
         return times * slow_start_s(each_bytes, float(bandwidth), float(latency), idle_s)
 
     def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
-        """Return the extra seconds that a run's first collective takes to set up connections; 0 if not measured."""
+        """Return the extra seconds in which a run's first collective sets connections up; 0 if not measured."""
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
 
     def pipeline_s(
         self, compute_s: float, activation_bytes: float, depth: int, microbatches: int, backward: float = 2.0
     ) -> float:
-        """Return the seconds of a step whose layers lie on `depth` members in a row, by GPipe or by 1F1B.
+        """Return the seconds of a step under pipeline parallelism (GPipe or 1F1B) over `depth` members.
 
         A stage computes f seconds for a micro-batch, and b for its gradients; c is a message's time without its latency
         alpha. Messages travel while stages compute, so the slower one of both sets the pace, and latencies count only
@@ -260,8 +261,8 @@ class Pricing:
             (s-1) (f + c + alpha) + f + (m-1) max(f, c) + the same with b for f
 
         Args:
-            compute_s: seconds for which a stage computes in a step, m (f + b).
-            activation_bytes: bytes that a stage sends to the next one for a micro-batch.
+            compute_s: seconds of computation per stage and step, m (f + b).
+            activation_bytes: bytes that a stage sends to the next one per micro-batch.
             depth: s, the number of stages.
             microbatches: m, the number of micro-batches in a step.
             backward: b / f. It is about 2, or 3 if stages compute their activations again.
@@ -286,7 +287,7 @@ class Pricing:
 
     @property
     def message_s(self) -> float:
-        """Seconds that all nodes need to agree on a few bytes; 0 if not measured, and without `tcp`."""
+        """Seconds in which all nodes agree on a few bytes; 0 if not measured and not `tcp`."""
         if self.measurement is not None:
             return self.measurement.message_s
         if not self.tcp or self.num_nodes == 1:

@@ -1,1 +1,1 @@
-"""Many runs: comparisons, sweeps, papers' claims, advice, and run folders."""
+"""Several runs: comparisons, sweeps, papers' claims, advice, and run folders."""

@@ -1,13 +1,14 @@
-"""A list of cells, trained into folders: one after another, in several processes, or on a Ray cluster.
+"""Train a list of cells into folders: one after another, in several processes, or on a Ray cluster.
 
 A cell is one run: a task, a strategy, options of `LocalTrainer.fit` and a seed. Its folder keeps the results, so a
-finished cell is never trained again. After Ctrl-C or a kill, call `train` again: it trains the cells that have not
-ended, from their checkpoints if there are any. `exogym.compare.compare` and `exogym.sweep.sweep` are tables over cells.
+finished cell is never trained again. After Ctrl-C or a kill, call `train` again: it resumes the cells that have not
+ended from their checkpoints, if there are any. `exogym.compare.compare` and `exogym.sweep.sweep` train cells and
+tabulate the results.
 
-With several processes, each cell has its own forked process, which writes the results into the cell's folder. So
-nothing is pickled, a killed run harms no other run, and each run's memory is freed at its end. Another run begins only
-if a core is free and the free memory suffices for a run as large as the largest run so far. If processes cannot be
-forked (a GPU in use, no Linux), this process trains the cells one after another.
+If there are several processes, each cell has its own forked process, which writes the results into the cell's folder.
+Nothing is pickled, a killed run doesn't affect other runs, and each run's memory is freed at its end. Another run
+begins only if a core is free and the free memory suffices for a run as large as the largest one so far. If processes
+can't be forked (a GPU is in use, or the system isn't Linux), this process trains the cells one after another.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -62,7 +63,7 @@ from exogym.study.tasks import Task
 
 __all__ = ["Cell", "Outcome", "train"]
 
-SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
+SAVE_S = 60.0  # longer runs are saved about this often, at an evaluation
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Outcome:
 
     Attributes:
         history: the run's history, or None if the training failed.
-        error: the reason why the training failed, or None.
-        wall_s: seconds of the training.
+        error: the reason why training failed, or None.
+        wall_s: seconds of training.
         description: the run's description, as in its run.json.
     """
 
@@ -84,14 +85,14 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a list: a task, a strategy, options and a seed, with a folder for the results.
+    """One run: a task, a strategy, options and a seed, with a folder for the results.
 
     Args:
         task: the model and the data.
-        seed: decides weights, shards, order and all other random choices.
-        folder: the cell's run folder. If it is None, the results are only returned.
+        seed: determines weights, shards, order and all other random choices.
+        folder: the cell's run folder, or None to only return the results.
         options: options of `LocalTrainer.fit`. Default: the task's nodes, steps, batch size and partitioner.
-        label: the strategy's name in messages and results. Default: the call that makes the strategy.
+        label: the strategy's name in messages and results. Default: the call that creates the strategy.
         loss_fn, metrics: as in `LocalTrainer`.
 
     Raises:
@@ -123,7 +124,7 @@ class Cell:
 
     @property
     def kind(self) -> tuple[int, str]:
-        """The number of nodes, and the label: cells of the same kind take about the same time per step."""
+        """The number of nodes and the label. Cells of the same kind take about the same time per step."""
         return self.options["num_nodes"], self.label
 
     @property
@@ -138,7 +139,7 @@ class Cell:
         )
 
     def outcome(self) -> Outcome | None:
-        """Return this cell's outcome from its folder, or None if the cell has no folder or has not ended."""
+        """Return this cell's outcome from its folder, or None if it has no folder or has not ended."""
         if self.folder is None or not (self.folder / OUTCOME).exists():
             return None
         facts = read(self.folder / OUTCOME)
@@ -147,21 +148,21 @@ class Cell:
             return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"])
         except (KeyError, TypeError) as error:
             raise ArgumentError(
-                f"{self.folder} has an incomplete result ({error}): remove this folder, and train again"
+                f"{self.folder} contains an incomplete result ({error}): remove this folder, and train again"
             ) from error
 
     def settle(self, *callbacks: Callable[[Any], object]) -> Outcome:
-        """Train this cell to its end in this process, and return the outcome. If there is a folder, write it there.
+        """Train this cell to its end in this process, write the outcome into its folder if it has one, and return it.
 
         Args:
             callbacks: functions that receive the training loop at each evaluation.
         """
-        # No checkpoint holds a timeline, and a user's class may have state that no checkpoint can hold.
+        # Checkpoints don't contain timelines, and can't contain the state of some user classes.
         saved = self.folder is not None and self.strategy.registered and not self.options.get("timeline")
         options = self.options | self._saving(saved)
         options["callbacks"] = [*(options.get("callbacks") or ()), *callbacks, *([_saver(self.steps)] if saved else ())]
         trainer, start, error = self.trainer(), time.perf_counter(), None
-        with without_notices(GOING_ON):  # the caller's message tells how to continue all cells
+        with without_notices(GOING_ON):  # the caller's message says how to continue all cells
             try:
                 trainer.fit(self.strategy, seed=self.seed, **options)
                 _check_finite(trainer.history, self.seed)
@@ -198,7 +199,7 @@ class Cell:
 
 
 def _saver(steps: int) -> Callable[[Any], None]:
-    """Return a callback that saves a long run once a minute, at an evaluation before the last of the `steps`."""
+    """Return a callback that saves a long run once a minute, at an evaluation, except after the last of the `steps`."""
     saved_at = time.perf_counter()
 
     def save(loop: Any) -> None:
@@ -218,10 +219,10 @@ def _check_finite(history: History, seed: int) -> None:
 
 @dataclass(frozen=True)
 class Standing:
-    """The progress of several runs: strategy `label` trains run number `run` of `runs`, at step `step` of `steps`.
+    """The progress of several runs: `label` is in run number `run` of `runs`, at step `step` of `steps`.
 
-    `left_s` is the remaining seconds of training for all runs, or None if unknown. The time to write tables and
-    pictures is not included.
+    `left_s` is the remaining training time of all runs in seconds, without writing tables and pictures, or None if
+    unknown.
     """
 
     label: str
@@ -247,32 +248,34 @@ def train(
     watch: Callable[[Standing], object] | None = None,
     beat: Callable[[], object] = lambda: None,
 ) -> dict[Cell, Outcome]:
-    """Train cells to their end, except those whose folder already has the outcome. Return the outcomes.
+    """Train cells to their end, unless their folders already have outcomes. Return the outcomes.
 
-    A run whose loss is no longer a finite number has an outcome with an `error`, and the others go on.
+    If a run's loss is no longer finite, its outcome has an `error`, and the other runs continue.
 
     Args:
-        cells: the cells. With several processes or an engine, each cell needs its own folder.
-        processes: number of cells that train at the same time. With "auto", one per core, or one on a GPU.
-        engine: "ray" trains the cells on a Ray cluster; "auto" then takes as many processes as it has room for.
-        ended: function that receives each cell and its outcome at the cell's end, also a finished cell's.
+        cells: the cells. If there are several processes or an engine, each cell needs its own folder.
+        processes: number of cells that train at the same time. "auto" is one per core, or one on a GPU.
+        engine: "ray" trains the cells on a Ray cluster; "auto" processes then fill the cluster.
+        ended: function that receives each cell and its outcome at the cell's end, also for cells that had already
+            ended.
         watch: function that receives an `exogym.compare.Standing` after each evaluation in this process.
-        beat: function that this process calls now and then while it trains, such as a lock's heartbeat.
+        beat: function that this process calls regularly while it trains, such as a lock's heartbeat.
 
     Raises:
-        ArgumentError: an option is wrong, cells share a folder or need one, or more than one process is wanted where
-            processes cannot be forked.
-        WorkerError: a run ended without a result; raised after all other runs have ended.
-        KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs have saved their state and ended.
+        ArgumentError: an option is wrong, cells share a folder or lack one, or several processes are requested where
+            processes can't be forked.
+        WorkerError: a run ended without a result. Raised after all other runs have ended.
+        KeyboardInterrupt: the user pressed Ctrl-C. Raised after the active runs have saved their state and ended.
     """
     cells, outcomes = list(cells), dict[Cell, Outcome]()
     folders = Counter(None if cell.folder is None else Path(cell.folder).absolute() for cell in cells)
     if twice := [folder for folder, count in folders.items() if folder is not None and count > 1]:
-        raise ArgumentError(f"{folders[twice[0]]} cells have the folder {str(twice[0])!r}: give each cell its own")
+        raise ArgumentError(f"{folders[twice[0]]} cells have the folder {str(twice[0])!r}: use one folder per cell")
     pool, at_once = _pool_of(cells, processes, engine)
     if pool is not None and folders[None]:
         raise ArgumentError(
-            f"{folders[None]} cells have no folder, in which other processes leave their results: give each its own"
+            f"{folders[None]} cells have no folder, but other processes write their results into folders: pass one "
+            "folder per cell"
         )
     progress, left = _Progress(cells, watch, beat), list[Cell]()
 
@@ -297,14 +300,14 @@ def train(
 
 
 def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> int:
-    """Return the number of cells to train at the same time.
+    """Return how many cells to train at the same time.
 
     Args:
-        asked: the number that the user gave, or "auto": one cell per core, or one cell at a time on a GPU.
+        asked: the requested number, or "auto": one cell per core, or one cell at a time on a GPU.
         cells: the number of cells to train.
 
     Raises:
-        ArgumentError: `asked` is more than one cell, but this process cannot be forked.
+        ArgumentError: `asked` is over 1, but this process can't be forked.
     """
     forks = Forks.are_possible() and device == CPU
     if asked == "auto":
@@ -312,7 +315,7 @@ def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> in
     check_count("processes", asked)
     if int(asked) > 1 and not forks:
         raise ArgumentError(
-            f"processes={asked}: several runs at once need Linux and the CPU (here: {sys.platform}, {device}): leave "
+            f"processes={asked}: simultaneous runs need Linux and the CPU (here: {sys.platform}, {device}): leave "
             "processes at 1"
         )
     return int(asked)
@@ -322,23 +325,23 @@ def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> in
 
 
 class Pool(Protocol):
-    """A place where cells train beside each other. The value that `start` returns names a run."""
+    """Trains several cells at the same time. The value that `start` returns identifies a run."""
 
     def has_room(self) -> bool:
-        """Return whether another run may begin beside those that train."""
+        """Return whether another run may begin now."""
 
     def start(self, cell: Cell) -> Any:
-        """Begin to train a cell. Its outcome goes into the cell's folder."""
+        """Start to train a cell, whose outcome is written into its folder."""
 
     def ended(self, running: Sequence[Any]) -> Iterable[tuple[Any, str]]:
-        """Wait a little, then yield the runs that have ended, each with the reason if it has no outcome, or ""."""
+        """Wait briefly, then yield each run that has ended, with the reason if it has no outcome, or ""."""
 
     def stop(self, running: Sequence[Any]) -> None:
-        """End runs, and let them save their state if they can."""
+        """End runs, after they save their state if they can."""
 
 
 def _pool_of(cells: Sequence[Cell], processes: int | str, engine: str | None) -> tuple[Pool | None, int | None]:
-    """Return the pool that trains the cells (None for this process), and the most cells at the same time."""
+    """Return the pool that trains the cells (None for this process), and the most simultaneous cells."""
     if not cells:
         return None, 1
     if engine is not None:
@@ -357,7 +360,7 @@ def _train_in(
     ended: Callable[[Cell], None],
     beat: Callable[[], object],
 ) -> None:
-    """Train all cells in a pool, at most `most` at the same time. Call `ended` after each, in this process."""
+    """Train all cells in a pool, at most `most` at the same time. Call `ended` after each in this process."""
     waiting, running, lost = list(cells), dict[Any, Cell](), list[str]()
     try:
         while waiting or running:
@@ -384,7 +387,7 @@ def _train_in(
 
 
 class _Progress:
-    """The progress of cells that this process trains, and the seconds that they have taken and will take."""
+    """The progress of the cells that this process trains, with the seconds taken and remaining."""
 
     def __init__(
         self, cells: Sequence[Cell], watch: Callable[[Standing], object] | None, beat: Callable[[], object]
@@ -398,7 +401,7 @@ class _Progress:
         self._starts_s: list[float] = []  # seconds from a run's last evaluation to the next run's first
 
     def evaluated(self, cell: Cell, loop: Any) -> None:
-        """Record an evaluation of a cell's run, and report it. The first run's start does not count."""
+        """Record an evaluation of a cell's run, and report it. The first run's start is not timed."""
         now = time.perf_counter()
         if self._last is not None:
             before, step, then = self._last
@@ -419,7 +422,7 @@ class _Progress:
         self.watch(Standing(*place, row["val_loss"], row["tx_bytes"], self._left_s(cell, step)))
 
     def _left_s(self, here: Cell, step: int) -> float | None:
-        """Return the seconds until all cells have ended, with `step` reached in the cell `here`; None if unknown."""
+        """Return the seconds until all cells have ended if the cell `here` is at `step`; None if unknown."""
         start_s = fmean(self._starts_s) if self._starts_s else 0.0
         left_s = [
             self._seconds(cell, cell.steps - step) if cell is here else start_s + self._seconds(cell, cell.steps)
@@ -430,9 +433,9 @@ class _Progress:
     def _seconds(self, cell: Cell, steps: int) -> float:
         """Return the seconds of a cell's steps; NaN if nothing is known.
 
-        A kind that has not trained yet counts like the slowest kind of as many nodes, because expensive strategies
-        mostly come last. A step of N nodes takes between one and N times as long as a step of one node. While only
-        other numbers of nodes are known, the factor sqrt(N) is wrong by at most sqrt(N).
+        A kind that has not trained yet is estimated by the slowest kind with the same number of nodes, because
+        expensive strategies mostly come last. A step of N nodes takes between one and N times as long as a step of one
+        node, so if only other numbers of nodes are known, scaling by sqrt(N) is wrong by a factor of at most sqrt(N).
         """
         if not steps:
             return 0.0

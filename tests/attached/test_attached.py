@@ -140,7 +140,7 @@ CLOCKED = {"async_diloco"}  # nobody orders the nodes of a loop
 OWN_OPTIMIZER = {"demo", "muloco"}  # bring their own rule
 
 
-REASONS = ("no virtual clock", "give optimizer=None", "leave inner_optim out")
+REASONS = ("no virtual clock", "pass optimizer=None", "leave inner_optim out")
 
 
 def begun_by_name(name, own, steps):
@@ -209,7 +209,7 @@ class Endless(IterableDataset):
 def test_a_loop_over_an_iterable_without_an_end():
     model, _, nodes = begun(own=False, steps=10)
     loader = nodes.loader(Endless(), BATCH)
-    with pytest.raises(ArgumentError, match=r"an iterable without a length.*: give exogym\.data\.IterableData"):
+    with pytest.raises(ArgumentError, match=r"an iterable without a length.*: pass exogym\.data\.IterableData"):
         len(loader)
     assert isinstance(ArgumentError(), TypeError), "progress bars ask for a length and do without"
     for x, y in loader:
@@ -399,7 +399,7 @@ def test_a_state_of_another_run_is_refused(tmp_path):
         nodes.load_state_dict(fresh)
     with pytest.raises(CheckpointError, match="the state is not from nodes"):
         nodes.load_state_dict(model.state_dict())
-    with pytest.raises(CheckpointError, match="of node 1, but this process is node 0"):
+    with pytest.raises(CheckpointError, match="belongs to node 1, but this process is node 0"):
         nodes.load_state_dict(state | {"node": 1})
     other = begun("ddp", steps=8)[2]
     with pytest.raises(CheckpointError, match="from a run with strategy="):
@@ -444,7 +444,7 @@ def test_a_torch_scheduler_beside_the_strategys_schedule_is_refused():
             nodes = attach(model, optimizer, DiLoCoStrategy(H=5, **options), total_steps=8)
             if follows:
                 nodes.follow_optimizer()
-            with pytest.raises(ArgumentError, match=r"the strategy's schedule has set .*: use either the strategy's"):
+            with pytest.raises(ArgumentError, match=r"the strategy's schedule set it to .*: use either the strategy's"):
                 for _ in range(3):
                     model(torch.ones(1, 2)).sum().backward()
                     (optimizer if follows else nodes).step()
@@ -455,7 +455,7 @@ def test_a_loss_of_several_numbers_is_refused_before_the_step():
     model = nn.Linear(2, 1)
     nodes = attach(model, None, DILOCO)
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ArgumentError, match=r"loss has the shape \(2,\), wanted one number"):
+    with pytest.raises(ArgumentError, match=r"must be a single number, but has the shape \(2,\)"):
         nodes.step(torch.ones(2))
     nodes.step(torch.ones(1, 1))
     assert nodes.step_count == 1
@@ -567,7 +567,7 @@ def test_if_loops_end_after_other_numbers_of_steps_all_nodes_say_so(tmp_path):
     few, at = (3, 3, 7, 0, 1, 2), (7, 5, 8, 1, 2, 4)
     first = [int(case[2] < case[1]) for case in cases]
     wanted = [
-        f"node {one} ends after {a} steps, but node {1 - one} is at step {b}"
+        f"node {one} ended after {a} steps, but node {1 - one} is at step {b}"
         for one, a, b in zip(first, few, at, strict=True)
     ]
     assert in_world(2, tmp_path, body) == [wanted, wanted]
@@ -610,29 +610,29 @@ def reading():
 
 
 REFUSED = [
-    (lambda: attach(3, None, DILOCO), "model is a int"),
+    (lambda: attach(3, None, DILOCO), "not int"),
     (lambda: attach(nn.DataParallel(line()), None, DILOCO), "wrapped in DataParallel"),
     (lambda: attach(nn.Sequential(nn.ReLU()), None, DILOCO), "no trainable parameter"),
     (lambda: attach(metal(), None, DILOCO), "meta device"),
     (lambda: attach(nn.LazyLinear(2), None, DILOCO), "has no shape yet"),
-    (lambda: attach(line(), None, "diloco"), "must be a strategy's instance"),
+    (lambda: attach(line(), None, "diloco"), "must be an instance of a strategy"),
     (lambda: attach(line(), None, AsyncDiLoCoStrategy(H=2)), "no virtual clock orders them"),
     (lambda: attach(line(), None, FedAvgStrategy(H=2, client_fraction=0.5)), "could not rest"),
     (lambda: attach(line(), None, FedAvgStrategy(H=2, local_steps=[1])), "could not rest"),
-    (lambda: attach(line(), None, DiLoCoStrategy(H=2, lr_scheduler="cosine")), "give attach total_steps"),
-    (lambda: attach(line(), None, DiLoCoStrategy(H=lambda r: 2)), "give attach total_steps"),
+    (lambda: attach(line(), None, DiLoCoStrategy(H=2, lr_scheduler="cosine")), "pass total_steps to attach"),
+    (lambda: attach(line(), None, DiLoCoStrategy(H=lambda r: 2)), "pass total_steps to attach"),
     (lambda: attach(line(), None, DILOCO, total_steps=0), "total_steps=0"),
     (lambda: attach(line(), None, DILOCO, seed=0.5), "seed=0.5"),
     (lambda: attach(line(), None, DILOCO, step_seconds=1), r"retired: LocalTrainer\.fit"),
     (lambda: attach(line(), None, DILOCO, steps=3), "no argument 'steps': did you mean 'total_steps'"),
-    (lambda: attach(line(), "adam", DILOCO), "optimizer is a str"),
-    (lambda: attach(line(), adam(line()), DILOCO), "no parameters of the model"),
-    (lambda: attach(m := line(), [adam(m)], DILOCO), "optimizer is a list, wanted a torch.optim.Optimizer"),
+    (lambda: attach(line(), "adam", DILOCO), "not str"),
+    (lambda: attach(line(), adam(line()), DILOCO), "not parameters of the model"),
+    (lambda: attach(m := line(), [adam(m)], DILOCO), "must be a torch.optim.Optimizer, .* not list"),
     (lambda: attach(*mixed(), DILOCO), "lacks 2 trainable parameters, such as '1.weight'"),
     (lambda: attach(m := line(), torch.optim.LBFGS(m.parameters()), DILOCO), "LBFGS cannot be used"),
     (lambda: attach(m := line(), adam(m), DeMoStrategy()), "its own update rule"),
     (lambda: attach(m := line(), adam(m), reading(), total_steps=4), "settings or state"),
-    (lambda: attach(line(), None, reading()), "equation depends on the run's length: give attach total_steps"),
+    (lambda: attach(line(), None, reading()), "equation depends on the run's length: pass total_steps to attach"),
     (lambda: attach(m := line(), adam(m), MuLoCoStrategy(H=2)), "the optimizer is AdamW"),
     (lambda: attach(m := line(), adam(m), DiLoCoStrategy("sgd", H=2, lr=0.1)), "the optimizer is AdamW"),
     (lambda: attach(m := line(), adam(m), DiLoCoStrategy(H=2, lr=0.5)), "lr=0.02, but"),
@@ -681,7 +681,7 @@ def test_a_run_has_an_end():
     loop(nodes, model, 2)
     x, y = data()[:8]
     mse_loss(model(x), y).backward()
-    with pytest.raises(ArgumentError, match="step 3 of a run with total_steps=2"):
+    with pytest.raises(ArgumentError, match="step 3 is beyond total_steps=2"):
         nodes.step()
     nodes.finish()
     for late in (nodes.step, nodes.finish, nodes.follow_optimizer, lambda: nodes.load_state_dict({})):
@@ -790,7 +790,7 @@ def test_a_grad_scaler_is_refused():
         scaler.step(optimizer)
     _, optimizer, nodes = begun()
     nodes.follow_optimizer()
-    with pytest.raises(ArgumentError, match="takes the node's step, so leave"):
+    with pytest.raises(ArgumentError, match="take the node's step: remove the call"):
         nodes.step()
     with pytest.raises(ArgumentError, match="optimizer=None"):
         attach(line(), None, DILOCO).follow_optimizer()

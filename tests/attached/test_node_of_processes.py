@@ -220,7 +220,7 @@ def test_what_a_node_of_processes_cannot_be_is_refused(tmp_path):
                 attach(model, optimizer, strategy, node=node, **options)
 
         whole = fully_shard(line(), mesh=own)
-        refused("without node= each process", whole, node=None, error=ModelError)
+        refused("but each process is a whole node", whole, node=None, error=ModelError)
         refused("node=3 must be", whole, node=3)
         refused("mesh of 2 axes", whole, node=mesh)
         refused("equally many consecutive processes", whole, node=mesh["node"])
@@ -242,14 +242,14 @@ def test_what_a_node_of_processes_cannot_be_is_refused(tmp_path):
         muon = torch.optim.Muon(matrices.parameters(), lr=0.1)
         refused("Muon needs whole tensors", matrices, optimizer=muon, strategy=MuLoCoStrategy(H=2))
         nodes = attach(whole, None, diloco, node=mesh["shard"].get_group())
-        with pytest.raises(ArgumentError, match="over the 2 processes of a node is not even"):
+        with pytest.raises(ArgumentError, match="divided evenly over the 2 processes of a node"):
             nodes.loader(data(), 7)
         with pytest.raises(ArgumentError, match="last batch of an epoch has 7 examples"):
             nodes.loader([data()[k] for k in range(46)], 8)
-        with pytest.raises(ArgumentError, match="torch cannot copy"):
+        with pytest.raises(ArgumentError, match="torch can't copy"):
             nodes.model_of(None)
         whole(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(ModelError, match="of a step that has begun"), nodes.evaluating():
+        with pytest.raises(ModelError, match="of an unfinished step"), nodes.evaluating():
             pass
         nodes.step()
         nodes.finish()

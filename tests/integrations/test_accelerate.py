@@ -123,7 +123,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
         attach(strategy=DeMoStrategy())
 
     def body(rank):
-        with pytest.raises(ArgumentError, match="make the ExoGymNode before the Accelerator"):
+        with pytest.raises(ArgumentError, match="create the ExoGymNode before the Accelerator"):
             attach(given=True)
         accelerator, _ = attach()
         shared = tmp_path / "shared"
@@ -131,7 +131,7 @@ def test_what_cannot_be_right_is_refused(tmp_path):
             accelerator.save_state(shared)
             return "saved"
         except ArgumentError as error:
-            assert "give each node its own" in str(error)
+            assert "use one folder per node" in str(error)
             return "refused"
 
     assert sorted(in_world(2, tmp_path / "world", body)) == ["refused", "saved"]
@@ -149,7 +149,7 @@ def test_a_scheduler_of_an_optimizer_that_does_not_step_is_an_error():
     for batch in node.loader(examples()[:8], 4):
         accelerator.backward(model(**batch)["loss"])
         if node.nodes.step_count == 1:
-            with pytest.raises(ArgumentError, match="give lr_scheduler to the strategy"):
+            with pytest.raises(ArgumentError, match="pass lr_scheduler to the strategy"):
                 optimizer.step()
             return
         optimizer.step()

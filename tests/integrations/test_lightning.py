@@ -248,13 +248,14 @@ REFUSED = [
     ({"gradient_clip_val": 1.0, "use": SimpleReduceStrategy()}, "clips each node's gradients"),
     ({"gradient_clip_val": 1.0, "precision": "bf16-mixed"}, "mixed precision does not clip"),
     ({"overfit_batches": 2}, "overfit_batches=2"),
-    ({"limit_train_batches": 3}, "limit_train_batches=3.*a multiple of 2"),
-    ({"val_check_interval": 3}, "val_check_interval=3.*a multiple of 2"),
-    ({"accumulate_grad_batches": 3}, "give callback.loader gradient_accumulation=3"),
+    ({"limit_train_batches": 3}, "limit_train_batches=3.*integer multiple of 2"),
+    ({"val_check_interval": 3}, "val_check_interval=3.*integer multiple of 2"),
+    ({"accumulate_grad_batches": 3}, "pass gradient_accumulation=3 to callback.loader"),
     ({"callbacks": [lightning.callbacks.EarlyStopping("loss")]}, "EarlyStopping with ExoGymCallback: it would stop"),
     ({"max_time": "00:01:00:00"}, "Timer with ExoGymCallback"),
     ({"callbacks": [lightning.callbacks.StochasticWeightAveraging(0.1)]}, "averages the model itself"),
-    ({"callbacks": [lightning.callbacks.GradientAccumulationScheduler({2: 4})], "accumulate_grad_batches": 1}, "dealt"),
+    ({"callbacks": [lightning.callbacks.GradientAccumulationScheduler({2: 4})], "accumulate_grad_batches": 1},
+     "are distributed"),
     ({"use": DiLoCoStrategy(H=2, lr_scheduler=lambda step: 1.0)}, "both describe a schedule"),
     ({"use": DeMoStrategy()}, "its own update rule"),
     ({"module": Two, "accumulate_grad_batches": 1}, "returns 2 optimizers"),
@@ -299,7 +300,7 @@ def test_what_several_nodes_would_do_wrong_is_refused(tmp_path):
 def test_a_process_that_lightning_started_is_no_node(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ArgumentError, match="give the Trainer devices=1"):
+    with pytest.raises(ArgumentError, match="pass devices=1 to the Trainer"):
         ExoGymCallback(DiLoCoStrategy(H=2))
 
 
@@ -307,7 +308,7 @@ def test_a_trainer_without_the_callback_is_refused(tmp_path):
     callback = ExoGymCallback(DiLoCoStrategy(H=2))
     loader = callback.loader(examples(), BATCH, gradient_accumulation=PARTS)
     trainer = lightning.Trainer(**quiet(tmp_path, 0, max_steps=2))
-    with pytest.raises(ArgumentError, match=r"give the Trainer callbacks=\[callback\]"):
+    with pytest.raises(ArgumentError, match=r"pass callbacks=\[callback\] to the Trainer"):
         trainer.fit(Module(callback, "diloco", 2), loader)
 
 
@@ -321,7 +322,7 @@ def test_a_checkpoint_without_the_nodes_state_is_refused(tmp_path):
         trainer.save_checkpoint(tmp_path / "over.ckpt")
 
     train()
-    with pytest.raises(CheckpointError, match="the Trainer is at step 2, but the node at step 0"):
+    with pytest.raises(CheckpointError, match="the Trainer is at step 2, but the node is at step 0"):
         train(tmp_path / "over.ckpt", 4)
 
 

@@ -203,17 +203,20 @@ def test_options_that_cannot_be_right_are_refused(tmp_path):
         transformers.Trainer(Net(), args, train_dataset=data, callbacks=[callback, *more]).train()
 
     for options, said in (
-        ({"train_sampling_strategy": "random"}, "has dealt and shuffled"),
+        ({"train_sampling_strategy": "random"}, "has already distributed and shuffled"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"strategy": SimpleReduceStrategy(), "max_grad_norm": 1.0}, "clips each node's gradients"),
         ({"strategy": DiLoCoStrategy("sgd", lr=0.1, H=2)}, "the optimizer is AdamW"),
         ({"strategy": DeMoStrategy()}, "its own update rule"),
-        ({"strategy": DiLoCoStrategy(H=2, warmup_steps=1)}, "the strategy describes a schedule, too"),
+        ({"strategy": DiLoCoStrategy(H=2, warmup_steps=1)}, "the strategy describes a schedule as well"),
         (
             {"strategy": DiLoCoStrategy(H=2, lr_scheduler="cosine"), "lr_scheduler_type": "constant"},
             "leave lr_scheduler and warmup_steps out",
         ),
-        ({"dataloader_num_workers": 1, "dataloader_persistent_workers": True}, "the workers would keep epoch 0"),
+        (
+            {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+            "the workers would keep the examples of epoch 0",
+        ),
         ({"more": [transformers.EarlyStoppingCallback()]}, "EarlyStoppingCallback with ExoGymCallback: it would stop"),
     ):
         with pytest.raises(ArgumentError, match=said):
@@ -222,7 +225,7 @@ def test_options_that_cannot_be_right_are_refused(tmp_path):
     def late(rank):
         args = arguments(tmp_path, rank, 2)
         assert args.world_size == 2  # the control: the Trainer sees the launch
-        with pytest.raises(ArgumentError, match="make the ExoGymCallback before TrainingArguments"):
+        with pytest.raises(ArgumentError, match="create the ExoGymCallback before TrainingArguments"):
             transformers.Trainer(Net(), args, train_dataset=[], callbacks=[ExoGymCallback(DiLoCoStrategy(H=2))])
 
     in_world(2, tmp_path / "late", late)
@@ -244,7 +247,7 @@ def test_a_schedule_that_has_no_effect_is_refused(tmp_path):
     callback = ExoGymCallback(DeMoStrategy())
     model, args = Net(), arguments(tmp_path, 0, 2)
     given = {"optimizers": (callback.optimizer(model), None), "train_dataset": callback.deal(examples())}
-    with pytest.raises(ArgumentError, match="lr_scheduler_type='constant', and lr_scheduler to the strategy"):
+    with pytest.raises(ArgumentError, match="lr_scheduler_type='constant', and pass lr_scheduler to the strategy"):
         transformers.Trainer(model, args, callbacks=[callback], **given).train()
 
 

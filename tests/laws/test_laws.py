@@ -111,7 +111,7 @@ SIZES = {
     "stopping": rf"differ by up to {NUMBER} \(the largest is {NUMBER}\)",
     "placement": rf"differ by up to {NUMBER}",
     "single node": r"sends \d+ bytes",
-    "bytes": r"was \d+\.\d bytes, but payload_bytes\(712, 24\) gives \d+\.\d",
+    "bytes": r"was \d+\.\d bytes, but payload_bytes\(712, 24\) returned \d+\.\d",
     "learns": rf"from {NUMBER} to {NUMBER}",
 }
 
@@ -134,8 +134,8 @@ def test_the_law_of_bytes_says_if_only_the_final_synchronization_is_missing():
 @pytest.mark.parametrize(
     ("factory", "options", "words"),
     [
-        (SimpleReduceStrategy(), {}, "give a function that makes a new strategy"),
-        (SimpleReduceStrategy, {"payload_bytes": 100}, "payload_bytes=100: give a function"),
+        (SimpleReduceStrategy(), {}, "must be a function that returns a new strategy"),
+        (SimpleReduceStrategy, {"payload_bytes": 100}, "payload_bytes=100 must be a function"),
         (SimpleReduceStrategy, {"skip": ("lerns",)}, "did you mean 'learns'"),
     ],
 )

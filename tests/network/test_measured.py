@@ -46,7 +46,7 @@ def test_outside_of_probes_it_goes_on_and_says_so_once(capsys):
     assert seconds(network, 18e6) == pytest.approx(0.265)
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("times for ")[2] for line in lines] == [
-        "less are extrapolated, not measured", "more are extrapolated, not measured"
+        "smaller payloads are extrapolated, not measured", "larger payloads are extrapolated, not measured"
     ]  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_a_file_is_the_network_again(tmp_path):
 
 @pytest.mark.parametrize("hosts", [["a", "b"], ["a", "b", "d"], ["b", "a", "c"]])
 def test_a_file_of_other_hosts_is_refused(hosts):
-    with pytest.raises(ArgumentError, match="for a, b, c; the hosts are"):
+    with pytest.raises(ArgumentError, match="for a, b, c, but the hosts are"):
         Network.of(FILE).measurement.check_hosts(hosts)
     with pytest.raises(ArgumentError, match="for 3 nodes, but the clock is for 2"):
         Clock(2, Network.of(FILE))
@@ -196,7 +196,7 @@ def test_a_file_of_other_hosts_is_refused(hosts):
     ("probes", "message"),
     [
         ({1e6: 0.04, 3e6: 0.02}, "contradict each other: 3e[+]06 bytes took 0.02 s, but 1e[+]06 bytes"),
-        ({1e6: 0.04, "1000000": 0.05}, "contradict each other: 1e[+]06 bytes are given twice"),
+        ({1e6: 0.04, "1000000": 0.05}, "contradict each other: 1e[+]06 bytes occur twice"),
         ({1e6: -0.04}, "must be at least 0"),
         ({1e6: 0.0}, "must be over 0"),
         ({1e6: None}, "is missing"),
@@ -216,7 +216,7 @@ def test_wrong_probes_are_refused(probes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_nodes": 4}, "hosts has values for 3 hosts, wanted 4"),
+        ({"num_nodes": 4}, "hosts must have one value per node, 4, but has 3"),
         ({"num_nodes": 1}, "at least 2"),
         ({"num_nodes": None}, "has no num_nodes: measure it again"),
         ({"collectives": None}, "has no collectives"),
@@ -230,11 +230,11 @@ def test_wrong_probes_are_refused(probes, message):
         ({"message_s": 0}, "message_s=0 must be over 0"),
         ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
         ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
-        ({"first": {"gather": 0.2}}, "first has gather, which has no probes"),
-        ({"first": 0.5}, "must name each collective"),
+        ({"first": {"gather": 0.2}}, "first contains gather, which has no probes"),
+        ({"first": 0.5}, "must map names of collectives"),
         ({"step_s": [0.1, None, 0.1]}, "step_s of host 1 is missing"),
         ({"step_s": [0.1, -1, 0.1]}, "step_s of host 1=-1 must be"),
-        ({"step_s": [0.1, 0.1]}, "step_s has values for 2 hosts"),
+        ({"step_s": [0.1, 0.1]}, "step_s must have one value per node, 3, but has 2"),
         ({"pairs": PAIRS[:2]}, "pairs has 2 rows"),
         ({"pairs": [[None, [1e8], [1e8, 0.0]], *PAIRS[1:]]}, r"pairs\[0\]\[1\] is"),
         ({"pairs": [[None, [-1e8, 0.0], [1e8, 0.0]], *PAIRS[1:]]}, "node 0 cannot reach node 1"),

@@ -55,7 +55,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(name: str, option: str, va
 def test_an_alias_is_the_argument() -> None:
     assert FedAvgStrategy(inner_lr=0.25).inner.base_lr == FedAvgStrategy(lr=0.25, inner_lr=0.25).inner.base_lr == 0.25
     assert FedAvgStrategy(inner_lr=0.25).given_arguments == {"inner_lr": 0.25}  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"inner_lr=0.25 means lr=0.25, but lr=0.5 is given too"):
+    with pytest.raises(ArgumentError, match=r"inner_lr=0.25 means lr=0.25, but lr=0.5 was passed as well"):
         FedAvgStrategy(lr=0.5, inner_lr=0.25)
 
 

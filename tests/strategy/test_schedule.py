@@ -118,7 +118,7 @@ def test_a_callable_is_a_factor_of_the_step_as_in_lambda_lr() -> None:
         ({"warmup_steps": -1}, "warmup_steps=-1"),
         ({"warmup_steps": 1.5}, "warmup_steps=1.5"),
         ({"lr": -0.1}, "lr=-0.1"),
-        ({"lr": 0.1, "inner_lr": 0.2}, "inner_lr=0.2 means lr=0.2, but lr=0.1 is given too"),
+        ({"lr": 0.1, "inner_lr": 0.2}, "inner_lr=0.2 means lr=0.2, but lr=0.1 was passed as well"),
         ({"max_norm": 0}, "max_norm=0"),
         ({"inner_optim": "adamv"}, "unknown optimizer 'adamv'"),
         ({"inner_optim": OptimSpec("sgd", lr=0.1), "lr": 0.2}, "given twice"),

@@ -1,4 +1,4 @@
-"""Advice on which strategy suits a network, by formula and from earlier small runs.
+"""Advice on which strategy suits a network, from formulas and earlier small runs.
 
 `advise` predicts seconds, bytes and waiting for a model of any size. `plans` lists the collectives of each strategy.
 

@@ -1,4 +1,4 @@
-"""What `advise` returns: a row of predictions for each strategy, the recommended strategy, and the assumptions."""
+"""The result of `advise`: a row of predictions per strategy, the recommended strategy, and the assumptions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Answer:
     """The answer of `exogym advise`. `print` shows three lines.
 
     Attributes:
-        run: a command that can be pasted into a terminal.
+        run: a command to paste into a terminal.
         takes: the time of the run.
-        because: the reason, as one sentence.
+        because: the reason in one sentence.
 
     >>> print(Answer("exogym compare --strategies ddp", "2 min for 1000 steps", "it is the only strategy"))
     run: exogym compare --strategies ddp
@@ -44,21 +44,20 @@ class Row:
     """A prediction for one strategy.
 
     Attributes:
-        seconds_per_step: seconds of the fleet's step. If nodes wait for each other, this is at least the time of the
-            slowest node's step.
-        tx_bytes_per_step: bytes that a node sends per step, mean over nodes.
-        waiting_share: share of a node's time in which it waits for other nodes or for bytes, mean over nodes.
-        utilisation: share of a node's time in which it computes; `waiting_share` and `utilisation` sum to 1.
+        seconds_per_step: seconds of the fleet's step, at least the slowest node's step time if nodes wait for each
+            other.
+        tx_bytes_per_step: bytes that a node sends per step, averaged over nodes.
+        waiting_share: share of a node's time spent waiting for other nodes or for bytes, averaged over nodes.
+        utilisation: share of a node's time spent computing; `waiting_share` and `utilisation` sum to 1.
         speedup: the fleet's examples per second, divided by the fastest node's examples per second alone.
-        speedup_range: lowest and highest likely speed-up, if the times of collectives differ by the factors `SPREAD`.
-        couples_every: steps until the whole model has been exchanged once and has arrived.
+        speedup_range: lowest and highest likely speed-up if collectives' times are off by the factors `SPREAD`.
+        couples_every: steps until the whole model has been exchanged and received once.
         algorithms: the algorithm of each collective.
         keeps_up: whether the slowest node computes for at least 90 % of its time.
         can_train: False for a `Plan` that is only a formula.
-        ddp_steps: the believed number of steps to a loss, as a multiple of DDP's steps
-            (`exogym.study.advise.beliefs`).
-        source: where `ddp_steps` comes from, in words (`exogym.study.advise.published`); "" for DDP.
-        steps, seconds: steps of each node, and seconds, until the loss that DDP reaches in the given steps.
+        ddp_steps: the estimated number of steps to a loss, as a multiple of DDP's (`exogym.study.advise.beliefs`).
+        source: the source of `ddp_steps` in words (`exogym.study.advise.published`); "" for DDP.
+        steps, seconds: each node's steps, and the seconds, until the loss that DDP reaches in the given steps.
     """
 
     strategy: str
@@ -87,14 +86,14 @@ class Advice:
     """Predictions, best first, and their assumptions. `print` shows the answer in three lines, then a table.
 
     Attributes:
-        rows: sorted by the seconds to DDP's loss. Strategies that cannot be trained come last, sorted among themselves.
-        recommended: the best strategy that can be trained, or None if no strategy can be trained. It is the strategy
-            with the smallest expected logarithm of its time over the best time, at most 10, to DDP's loss
+        rows: sorted by the seconds to DDP's loss, with strategies that can't be trained last.
+        recommended: the best strategy that can be trained, or None. It minimizes the expected logarithm of the ratio of
+            its time to DDP's loss to the best strategy's, where the ratio is at most 10
             (`exogym.study.advise.beliefs`).
         because: the reason for the recommendation.
         num_nodes: N, the number of nodes.
-        command: a command that runs the recommended strategy. None means a trial on a small task.
-        left_out: strategies without a formula, with the reason.
+        command: a command that runs the recommended strategy, or None for a trial on a small task.
+        left_out: strategies without a formula, and the reasons.
     """
 
     rows: list[Row]
@@ -107,14 +106,14 @@ class Advice:
 
     @property
     def answer(self) -> Answer:
-        """The command to run, the time that the run takes, and the reason."""
+        """The command to run, the run's time, and the reason."""
         best = self.recommended
         if best is None:
             return Answer("nothing", "no time", self.because)
         return Answer(self.command or self._trial(best), self._takes(best), self.because)
 
     def _trial(self, best: Row) -> str:
-        """Return a command that tries the strategy on a small task: ExoGym does not have the model of this advice."""
+        """Return a command that tries the strategy on a small task, because ExoGym doesn't have the user's model."""
         kind = STRATEGIES.get(best.strategy.partition(":")[0])
         if kind is None or not kind.__module__.startswith("exogym."):
             return f"{best.strategy}, your own strategy"
@@ -181,7 +180,7 @@ class Advice:
     __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the advice as a dict for JSON: plain numbers, text, lists, and None for unknown values."""
+        """Return the advice as a dict of JSON values, with None for unknown values."""
         rows = [asdict(row) | {"seconds": row.seconds, "algorithms": list(row.algorithms)} for row in self.rows]
         for plain in rows:
             plain["speedup_range"] = plain["speedup_range"] and list(plain["speedup_range"])
@@ -204,7 +203,7 @@ def command(*words: str, **options: Any) -> str:
 
 
 def beside_ddp(strategy: str) -> str:
-    """Return the list of strategies that compares a strategy with DDP.
+    """Return the strategies of a comparison between `strategy` and DDP.
 
     >>> beside_ddp("diloco:H=50"), beside_ddp("ddp")
     ('ddp,diloco:H=50', 'ddp')

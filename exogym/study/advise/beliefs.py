@@ -1,28 +1,28 @@
-"""What a rule of thumb and earlier runs make us believe about a new run, and which method these beliefs advise.
+"""Estimate from a rule of thumb and earlier runs how methods do in a new run, and choose a method.
 
-A `Belief` says how many steps a method takes to a target loss, as a multiple of DDP's steps. The target is a loss that
-DDP reaches in S steps. A method synchronizes the whole model every H steps. The rule of thumb says for the logarithm of
-the multiple, and for the probability that the method never reaches the target:
+A `Belief` is a distribution of a method's steps to a target loss, as a multiple of the S steps in which DDP reaches it.
+For a method that synchronizes the whole model every H steps, the rule of thumb gives the logarithm of the multiple and
+the probability that the method never reaches the target:
 
     m_0 = 0.1 + 0.12 log H,   with a standard deviation of 0.5
     p_0 = 0.1 + 2 H / S,      at most 0.9: few synchronizations are too few
 
-The rule counts as two earlier places. Let r_1 ... r_n be the logarithms of the multiple at the n places where the
-method reached the target. If a place has only another H' of the method, its r_i gets 0.12 log(H / H') more. Then
+The rule counts like two earlier places. Let r_1 ... r_n be the logarithms of the multiple at the n places where the
+method reached the target. If a place has the method only with another H', 0.12 log(H / H') is added to its r_i. Then
 
     mean  = (2 m_0 + sum of r_i) / (2 + n)
     sd^2  = (2 0.5^2 + sum of (r_i - mean)^2) / (2 + n) (1 + 1 / (2 + n))
     never = (2 p_0 + sum of w_i over places where it never arrived) / (2 + sum of w_i)
 
-Places of the same task (`task_of`) count together as one: each of a task's k places counts 1 / k in all sums above, and
-n is the sum of these.
+Places of the same task (`task_of`) together count as one: each of a task's k places has the weight 1 / k in all sums
+above, and n is the sum of the weights.
 
-If the label skew of the new run's data is known, a place whose skew is d away counts exp(-d / 0.3) times as
-much, and half as much if the place's skew is unknown.
+If the label skew of the new run's data is known, the weight of a place is multiplied by exp(-d / 0.3), where d is the
+difference between the skews, or by 1 / 2 if the place's skew is unknown.
 
-Earlier runs are short. With R_i = S_i / H' synchronizations at a place and R = S / H in the new run, w_i is min(1,
-R_i / R) if the method never arrived there, because more synchronizations may be enough. Otherwise w_i is min(1,
-R / R_i).
+Earlier runs are short: a place has R_i = S_i / H' synchronizations, the new run R = S / H. If the method never reached
+the target at the place, w_i is min(1, R_i / R), because more synchronizations may suffice. Otherwise w_i is min(1, R /
+R_i).
 
 `beliefs_of` computes beliefs from the steps of earlier runs (`research.atlas.steps.steps_of` reads these from the
 atlas's table, and `known` returns those that ExoGym ships). `chosen` combines beliefs with the seconds of a step on a
@@ -58,13 +58,13 @@ from exogym.streams import numpy_generator
 REFERENCE = "ddp"
 MORE_STEPS, MORE_PER_LOG, SPREAD = 0.1, 0.12, 0.5  # the rule of thumb: m_0, and its standard deviation
 LEAST_NEVER, MOST_NEVER, ROUNDS = 0.1, 0.9, 2  # the rule of thumb: p_0
-WORTH = 2  # places that the rule counts for
-NEAR = 0.05  # a method counts as right if it takes at most this share longer than the best
+WORTH = 2  # the number of places like which the rule counts
+NEAR = 0.05  # a method counts as right if it takes at most this fraction longer than the best
 WORST = 10.0  # a method that never reaches the target counts as this many times slower than the best
 DRAWS = 4000
-ALIKE = 0.3  # difference in label skew at which a place counts e times less
+ALIKE = 0.3  # difference in label skew that divides a place's weight by e
 UNKNOWN = 0.5  # weight of a place with unknown skew
-SAME_TASK = {  # the same data, divided otherwise or with another model
+SAME_TASK = {  # the same data with another partition or model
     "digits-iid": "digits", "digits-shards": "digits", "speakers": "characters", "clients": "pictures",
     "strokes": "pictures",
 }  # fmt: skip
@@ -76,11 +76,11 @@ Weights = Mapping[str, float]  # place to its weight, 1 by default
 
 @dataclass(frozen=True)
 class Belief:
-    """A guess of a method's steps to a target loss, as a multiple of DDP's steps, with its uncertainty.
+    """An estimate of a method's steps to a target loss, as a multiple of DDP's steps, with its uncertainty.
 
     Attributes:
         mean, sd: of the natural logarithm of the multiple, if the method reaches the target.
-        never: probability that the method does not reach the target.
+        never: probability that the method doesn't reach the target.
     """
 
     mean: float
@@ -98,7 +98,7 @@ class Belief:
         return math.exp(self.mean)
 
 
-SAME = Belief(0.0, 0.0, 0.0)  # DDP takes as many steps as DDP
+SAME = Belief(0.0, 0.0, 0.0)  # DDP's multiple is 1
 
 
 def beliefs_of(
@@ -107,11 +107,11 @@ def beliefs_of(
     """Return a belief for each method.
 
     Args:
-        periods: dict from a strategy as text, such as "diloco:H=30", to the steps between its synchronizations.
+        periods: dict from a strategy as text, such as "diloco:H=30", to the steps between synchronizations.
         steps: S, DDP's steps to the target.
-        earlier: dict from place to a dict from method to its steps to the target; infinite if it never reached the
-            target. A place counts only if DDP reached the target there. If a place lacks a strategy's text, the
-            strategy with the same name and the most similar options counts. None means no earlier runs.
+        earlier: for each place, a dict from method to its steps to the target, infinite if the method never reached it.
+            A place counts only if DDP reached the target there. If a place doesn't have a strategy's text, the strategy
+            with the same name and the most similar options counts. None means no earlier runs.
         weights: dict from place to its weight, 1 by default; see `likeness`.
 
     >>> beliefs_of({"ddp": 1, "diloco:H=50": 50}, 1000)["diloco:H=50"].never
@@ -122,7 +122,7 @@ def beliefs_of(
 
 
 def likeness(skew: float | None, skews: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the weight of each earlier place for data with a label skew. All are 1 if the skew is None.
+    """Return the weight of each earlier place for data with this label skew, or 1 for all if the skew is None.
 
     Args:
         skews: dict from place to its label skew, or None if unknown (`exogym.data.label_skew`).
@@ -181,7 +181,7 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _nearest(method: str, period: int, known: Mapping[str, float]) -> str | None:
-    """Return a strategy of the same name: one with the same other options if there is one, and of these by H."""
+    """Return a strategy of the same name, preferably with the same other options, with the most similar H."""
     if method in known:
         return method
     name, options, H = method.partition(":")[0], without_h(method), h_of(method) or period
@@ -200,7 +200,7 @@ def _shipped() -> dict[str, Any]:
 
 @cache
 def known() -> dict[str, dict[str, float]]:
-    """Return the steps of earlier runs that ExoGym ships, from the project's atlas and judged trainings."""
+    """Return the steps of earlier runs that are shipped with ExoGym, from its atlas and judged trainings."""
     return {
         place: {method: math.inf if steps is None else steps for method, steps in each["steps"].items()}
         for place, each in _shipped().items()
@@ -241,8 +241,8 @@ class Choice:
 
     Attributes:
         method: the method with the smallest expected logarithm of its time.
-        sure: probability that this method takes at most 5 % longer than the best candidate.
-        odds: dict from each candidate to its probability of taking at most 5 % longer than the best, best first.
+        sure: probability that the method is within 5 % of the best candidate's time.
+        odds: dict from each candidate to its probability of being within 5 % of the best time, best first.
     """
 
     method: str
@@ -251,13 +251,13 @@ class Choice:
 
 
 def chosen(seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief]) -> Choice:
-    """Choose the method that probably reaches the target first on a network.
+    """Choose the method that is expected to reach the target first on a network.
 
-    The choice is the same in every call: its random draws depend only on the arguments.
+    The choice is deterministic, because its random draws depend only on the arguments.
 
     Args:
         seconds_per_step: dict from each candidate to its seconds per step on the network.
-        beliefs: dict that has a belief for each candidate.
+        beliefs: dict from each candidate to its belief.
 
     Raises:
         ArgumentError: there is no candidate, a candidate has no belief, or a number is out of range.
@@ -270,17 +270,17 @@ def chosen(seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief])
 def losses_of(
     seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief]
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Return (draws, candidates) logarithms of the time over the best time, and each candidate's odds (`Choice`).
+    """Return the logarithms of time over best time, (draws, candidates), and each candidate's odds (`Choice`).
 
     Raises:
         ArgumentError: as in `chosen`.
     """
     if not seconds_per_step:
-        raise ArgumentError("seconds_per_step is empty: give at least one candidate")
+        raise ArgumentError("seconds_per_step is empty: pass at least one candidate")
     for method, seconds in seconds_per_step.items():
         check_number(f"seconds_per_step[{method!r}]", seconds, over=0)
         if method not in beliefs:
-            raise ArgumentError(f"there is no belief about {method!r}: give one for each candidate, see beliefs_of()")
+            raise ArgumentError(f"beliefs has no entry for {method!r}: pass one belief per candidate, see beliefs_of()")
     times = np.stack([_drawn(name, seconds, beliefs[name]) for name, seconds in seconds_per_step.items()], 1)
     best = times.min(1)
     decided = np.isfinite(best)
@@ -292,9 +292,9 @@ def losses_of(
 
 
 def _drawn(method: str, seconds_per_step: float, belief: Belief) -> np.ndarray:
-    """Return (draws,) seconds to the target for one step of DDP; infinite where the method does not reach the target.
+    """Return seconds to the target per step of DDP, (draws,); infinite where the method doesn't reach it.
 
-    A method's draws do not depend on the other candidates.
+    A method's draws don't depend on the other candidates.
     """
     rng = numpy_generator(0, f"belief {method}")
     seconds: np.ndarray = seconds_per_step * np.exp(belief.mean + belief.sd * rng.standard_normal(DRAWS))

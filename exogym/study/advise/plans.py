@@ -1,4 +1,4 @@
-"""A strategy's repeated collectives, from the byte formulas of its modules."""
+"""The collectives that a strategy repeats, from the byte formulas of its modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
 
 
 def title_of(given: str | Strategy) -> str:
-    """Return a strategy's text, or the call that makes a `Strategy`.
+    """Return a strategy's text, or the call that creates a `Strategy`.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> title_of("diloco:H=50"), title_of(DiLoCoStrategy(H=50))
@@ -42,7 +42,7 @@ def title_of(given: str | Strategy) -> str:
 
 
 def _text_of(strategy: Strategy) -> str:
-    """Return a strategy's registered name with the options that a text can have, or "" if it has no name."""
+    """Return a strategy's registered name with the options that text can express, or "" if it has no name."""
     if not strategy.registered or strategy.name is None:
         return ""
     given = spread(vars(strategy).get("given_arguments", {})).items()
@@ -51,7 +51,7 @@ def _text_of(strategy: Strategy) -> str:
 
 
 def period_of(plan: Plan) -> int:
-    """Return the steps until a strategy's model has changed as a whole. It is 1 if nodes communicate in every step.
+    """Return the steps until a strategy has exchanged its whole model: 1 if nodes communicate in every step.
 
     >>> period_of(plan_of("diloco:H=50", 1e6, 4)), period_of(plan_of("sparta", 1e6, 4))
     (50, 1)

@@ -1,33 +1,33 @@
-"""Advice on which strategy suits a network: seconds, bytes and utilization, from formulas alone.
+"""Predict seconds, bytes and utilization of strategies on a network, from formulas alone.
 
-The byte formulas of a strategy's modules give the collectives that the strategy repeats (`Traffic`). The network gives
-each collective's seconds c. A collective is due every E steps and may overlap with tau steps. T is the seconds of the
-slowest node's step:
+The byte formulas of a strategy's modules give the collectives that the strategy repeats (`Traffic`), and the network
+gives each collective's seconds c. A collective is due every E steps and may overlap with tau steps. With T, the seconds
+of the slowest node's step:
 
     seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
     `utilisation`    = mean step of a node / seconds per step
 
-If nodes train at their own pace, node w takes R_w = H_w T_w + c_w + q_w seconds for a round of H_w steps. T_w are the
-seconds of its step, c_w the seconds of its communication, and q_w the seconds for which it waits for a quorum. For a
-quorum of one, q_w is 0. A step of the fleet is N local steps by any nodes:
+If nodes train asynchronously, node w takes R_w = H_w T_w + c_w + q_w seconds for a round of H_w steps, where T_w is its
+step time, c_w its communication time, and q_w the time for which it waits for a quorum (0 for a quorum of one). A step
+of the fleet is N local steps by any nodes:
 
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w
 
-A server's line with the rate B carries the messages of all of its nodes, of S bytes each. If the sum over w of
-S / (B R_w) is over 1, all rounds wait equally long, until the sum is 1: N equal nodes then take R = N S / B.
+A server's line with the rate B carries messages of S bytes from each of its nodes. If the sum over w of S / (B R_w)
+exceeds 1, all rounds are delayed equally until the sum is 1: N equal nodes then take R = N S / B.
 
-If groups of nodes synchronize over lines of different speeds, c is the mean time that nodes lose in a synchronization,
-over many draws of the groups.
+If groups of nodes synchronize over lines of different speeds, c is the time that nodes lose in a synchronization,
+averaged over many random groups.
 
-If in round r a server asks only a set S_r of nodes to train, the prediction draws rounds of H steps as the strategy
-draws them. A round begins when the previous round has ended. Nodes outside S_r do not compute:
+If a server samples only a set S_r of nodes in round r, the prediction samples rounds of H steps as the strategy does. A
+round begins when the previous round has ended, and nodes outside S_r don't compute:
 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
     `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
 
 A strategy keeps up if the slowest node computes for at least 90 % of its time. The slowest node has the longest T_w, or
-the longest T_w + c_w / H_w if nodes train at their own pace.
+the longest T_w + c_w / H_w if nodes train asynchronously.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from exogym.study.advise.beliefs import SAME, Belief, Choice, beliefs_of, chosen
 from exogym.study.advise.plans import period_of, plan_of, title_of
 from exogym.study.advise.published import at_scale
 
-# Methods whose advice was judged on trainings of small tasks, and then methods that suit very slow lines
+# Methods whose advice was evaluated on small tasks, then methods for very slow lines
 DEFAULT_STRATEGIES = (
     "ddp", "powersgd", "demo", "sparta", "qreduce",
     "diloco:H=10", "diloco:H=30", "diloco:H=100", "streaming_diloco:H=30", "sparseloco:H=10", "sparseloco:H=30",
@@ -65,28 +65,28 @@ DEFAULT_STRATEGIES = (
     "diloco:H=500", "async_diloco:H=100:dylu=true", "streaming_diloco:H=100:fragment_sync_delay=1:bits=4",
     "diloco:H=100:eager=true",
 )  # fmt: skip
-# Measured over predicted time of collectives: by formula, what 5 % to 95 % of others' 204 measurements took, and from
-# probes, warm collectives (docs/predictions.md)
+# Measured over predicted time of collectives: by formula, the 5 % to 95 % quantiles of 204 published measurements; from
+# probes, those of warm collectives (docs/predictions.md)
 SPREAD = {"formula": (0.9, 1.7), "measured": (0.9, 1.1)}
-STEPS = 1000  # of each node with DDP, if none are given
-UTILISATION = 0.9  # the share of its time that the slowest node should compute
-MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
+STEPS = 1000  # each node's steps with DDP by default
+UTILISATION = 0.9  # the share of its time for which the slowest node should compute
+MEETINGS = 400  # random groups, over all turns, if groups synchronize and lines differ
 ARRIVALS = 1000  # arrivals at all servers, or 8 per node if that is more, for the mean waits
 FULL = 0.98  # the share of its time from which a server's line counts as full
 NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
 TICKS_PER_S = 10**9  # of `StepTime.ticks`, nanoseconds
-LEAST = 1e-30  # of an amount per step, so that what is free can be compared
+LEAST = 1e-30  # decimals of an amount per step, so that free amounts compare as equal
 LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
 
 
 @dataclass(frozen=True)
 class Work:
-    """A node's step as operations, instead of its seconds.
+    """A node's step in operations instead of seconds.
 
     Args:
-        flops: floating-point operations of a node's step (see `exogym.clock.flops_of`).
+        flops: floating-point operations per step of a node (see `exogym.clock.flops_of`).
         device: a name in `exogym.clock.DEVICES`, or a `Device`.
-        utilisation: the share of its peak that the device reaches.
+        utilisation: the fraction of its peak that the device reaches.
 
     Raises:
         ArgumentError: the device is unknown or a number is out of range.
@@ -140,20 +140,21 @@ def advise(
         network: a `Network`, or text for `Network.parse`.
         step_seconds: time of a node's step, as a `StepTime`, a number of seconds, or text such as "20ms"; or a list
             with the time of each node; or its operations as `Work`.
-        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. With speed 0.5 a step takes twice as
+        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. At speed 0.5, a step takes twice as
             long.
         bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
-        strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s. The strategy that
-            probably reaches DDP's loss first is recommended. While there is another, this is never DDP where the
-            fastest node alone is faster, nor an asynchronous strategy whose slowest node waits for more than 10 % of
-            the time.
-        algorithm: "cheapest" takes the algorithm that the network's library takes, or the fastest one with the library
-            "any". A network without a library gets NCCL if step_seconds is `Work` on an NVIDIA GPU, and otherwise gloo.
-            "recorded" takes the algorithm that the strategy's events name.
-        steps: each node's steps with DDP. Another strategy counts the steps that it probably needs to the same loss.
-        skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are dealt at
-            random, 0.8 if each node has two of ten labels. Earlier runs on data with a similar skew then count most. If
-            it is None, all count alike.
+        strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s. `advise` recommends
+            the strategy that is expected to reach DDP's loss first. It recommends DDP where the fastest node alone is
+            faster, or an asynchronous strategy whose slowest node waits for more than 10 % of the time, only if there
+            is no other strategy.
+        algorithm: "cheapest" uses the algorithm of the network's library, or the fastest one if the library is "any". A
+            network without a library gets NCCL if step_seconds is `Work` on an NVIDIA GPU, and otherwise gloo.
+            "recorded" uses the algorithm that the strategy's events name.
+        steps: each node's steps with DDP. Other strategies are rated at the steps that they probably need to the same
+            loss.
+        skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are distributed
+            at random, 0.8 if each node has two of ten labels. Earlier runs on data with a similar skew count most. If
+            it is None, all count equally.
 
     Raises:
         ArgumentError: a number is out of range, a strategy or one of its options is unknown, or no strategy has a
@@ -173,7 +174,8 @@ def advise(
         check_number("skew", skew, least=0, most=1)
     if step_seconds is None:
         raise ArgumentError(
-            "give the time of a step: step_seconds='80ms', or step_seconds=Work(6e14, 'h100') for its operations"
+            "the time of a step is missing: pass step_seconds='80ms', or step_seconds=Work(6e14, 'h100') for its "
+            "operations"
         )
     work = step_seconds if isinstance(step_seconds, Work) else None
     network = Network.of(network)
@@ -212,10 +214,10 @@ def advise(
     return Advice(rows, best, because, lines, num_nodes=num_nodes, left_out=left_out)
 
 
-# Why a strategy is recommended only if there are no others.
-_LATE = f"the slowest node computes for less than {UTILISATION:.0%} of the time, so what this node learns arrives late"
+# Reasons for which a strategy is recommended only if there are no others.
+_LATE = f"the slowest node computes for less than {UTILISATION:.0%} of the time, so its updates arrive late"
 _SLOW = "the fastest node alone reaches the same loss sooner"
-_WORK = "give step_seconds=Work(...) with these three arguments"
+_WORK = "pass step_seconds=Work(...) with these three arguments"
 advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
 
 
@@ -223,12 +225,12 @@ def step_time(step_seconds: Any, speeds: Sequence[float] | None, network: Networ
     """Return the nodes' step times.
 
     Raises:
-        ArgumentError: speeds and a `StepTime` are given, the network, speeds or step times are for another number of
-            nodes, or a step takes no time.
+        ArgumentError: `speeds` is combined with a `StepTime`; the network, speeds or step times are for another number
+            of nodes; or a step takes no time.
     """
     if speeds is not None and isinstance(step_seconds, StepTime):
         raise ArgumentError(
-            "speeds beside a StepTime: give the speeds to the StepTime, such as StepTime('20ms', speeds=[1, 0.5])"
+            "speeds cannot be combined with a StepTime: pass the speeds to it, as in StepTime('20ms', speeds=[1, 0.5])"
         )
     several = None if speeds is None else list(speeds)
     time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=several)
@@ -237,10 +239,10 @@ def step_time(step_seconds: Any, speeds: Sequence[float] | None, network: Networ
     for what, count in counts.items():
         if count is not None and count != num_nodes:
             raise ArgumentError(
-                f"{what} is for {count} nodes, but there are num_nodes={num_nodes}: give {what} for {num_nodes} nodes"
+                f"{what} is for {count} nodes, but num_nodes={num_nodes}: pass {what} for {num_nodes} nodes"
             )
     if not time.seconds.all():
-        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time, so give more than 0 s")
+        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time, so pass more than 0 s")
     return time
 
 
@@ -258,23 +260,25 @@ def _plans(
             plans.append(given)
             continue
         if isinstance(given, str):
-            parse_strategy(given)  # an unknown name or option is an error, also beside other strategies
+            parse_strategy(given)  # an unknown name or option is an error, even among other strategies
         try:
             plans.append(plan_of(given, parameters, num_nodes, bytes_per_element))
         except ArgumentError as error:
             left_out[title_of(given)] = str(error)
     if not plans:
-        raise ArgumentError("; ".join(left_out.values()) or "strategies is empty: name at least one")
+        raise ArgumentError("; ".join(left_out.values()) or "strategies is empty: pass at least one")
     for name, count in Counter(plan.name for plan in plans).items():
         if count > 1:
-            raise ArgumentError(f"strategies has {name!r} {count} times: give each once, and each Plan its own name")
+            raise ArgumentError(
+                f"strategies contains {name!r} {count} times: pass each once, and give each Plan its own name"
+            )
     return plans, left_out
 
 
 def _first_to_arrive(
     rows: Sequence[Row], beliefs: Mapping[str, Belief], rare: Collection[str], steps: int
 ) -> tuple[Row, str]:
-    """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason.
+    """Return the row that is expected to reach DDP's loss after `steps` steps first, and the reason.
 
     Strategies in `rare` are chosen only if there are no others.
     """
@@ -290,7 +294,7 @@ def _first_to_arrive(
 
 
 def _sources(rows: Sequence[Row]) -> list[str]:
-    """Return a line for each source of the numbers of steps, with the strategies that it is for."""
+    """Return a line per source of the numbers of steps, with the strategies to which it applies."""
     named: dict[str, list[str]] = {}
     for row in rows:
         named.setdefault(row.source, []).append(row.strategy)
@@ -327,7 +331,7 @@ def _assumptions(
 
 
 def _of_plans(plans: Sequence[Plan], num_nodes: int, network: Network, time: StepTime) -> list[str]:
-    """Return the notes that depend on the strategies' collectives."""
+    """Return the assumptions that depend on the strategies' collectives."""
     lines = _of_probes(network, plans, num_nodes)
     lines += [LATE] * any(t.overlap_steps for plan in plans for t in plan.traffic)
     lines += filter(None, [_bottleneck(plan, num_nodes, network, time) for plan in plans if plan.local_steps])
@@ -339,14 +343,14 @@ def _of_plans(plans: Sequence[Plan], num_nodes: int, network: Network, time: Ste
 
 
 def _waits_unseen(network: Network) -> bool:
-    """Return whether latencies make messages wait on hosts, and the network's formulas leave this out."""
+    """Return whether messages wait on hosts because of latencies, which the network's formulas ignore."""
     if network.measurement is not None or network.tcp or network.library == "gloo" or network.num_nodes == 1:
         return False
     return float(network.links.slowest(np.arange(network.num_nodes or 2))[1]) >= NOTED_S
 
 
 def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
-    """Return notes on a measured network: which probes stand for which collectives, and what was not probed."""
+    """Return notes on a measured network: which collectives were probed, and which were not."""
     measurement = network.measurement
     if measurement is None:
         return []
@@ -364,7 +368,7 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
 
 
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str) -> Row:
-    """Return a strategy's row, with its speed-up's range for slower and faster collectives."""
+    """Return a strategy's row, with the range of its speed-up for slower and faster collectives."""
     one = _row_of_rounds if plan.local_steps is not None else _row_of_fleet
     low, high = SPREAD["formula" if network.measurement is None else "measured"]
     most, row, least = (one(plan, num_nodes, network, time, algorithm, scale) for scale in (low, 1.0, high))
@@ -407,7 +411,7 @@ def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, 
 
 
 def _stretches(plan: Plan) -> float:
-    """Return how many times in a step nodes send, or receive a late average: each time, they agree first."""
+    """Return how many times per step nodes send or receive a late average; each time, they first agree."""
     waited = [t.every_steps for t in plan.traffic if not t.overlap_steps]
     late = {(t.every_steps, t.overlap_steps) for t in plan.traffic if t.overlap_steps}
     ends = sum((2 if overlap % every else 1) / every for every, overlap in late)
@@ -417,7 +421,7 @@ def _stretches(plan: Plan) -> float:
 def _of_asked(
     plan: Plan, asked: Sequence[Traffic], num_nodes: int, network: Network, time: StepTime, scale: float
 ) -> tuple[float, np.ndarray]:
-    """Return the seconds of a step if a round asks some nodes, and (N,) the share of steps that each node takes."""
+    """Return the seconds of a step if rounds sample nodes, and each node's share of steps, (N,)."""
     assert plan.rounds is not None
     H = max(1, round(asked[0].every_steps))
     steps, now_s = np.zeros(num_nodes, dtype=np.int64), np.zeros(num_nodes)
@@ -443,7 +447,7 @@ def _of_asked(
 def _cost_s(
     traffic: Traffic, network: Network, way: str | None, idle_s: float, times: float, members: Members
 ) -> float:
-    """Return `times` the seconds of a collective among `members`, whose lines were idle for `idle_s`."""
+    """Return the seconds of a collective among `members`, whose lines were idle for `idle_s`, times `times`."""
     fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
     cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
     return times * (
@@ -454,7 +458,7 @@ def _cost_s(
 def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
     """Return randomly drawn groups of several turns; [] if all groups cost the same.
 
-    Groups have `count` nodes. Remaining nodes have no group.
+    Groups have `count` nodes; remaining nodes have no group.
     """
     if count == num_nodes or not network.lines_differ:
         return []
@@ -467,12 +471,12 @@ def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[in
 
 
 def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], computing_s: np.ndarray) -> float:
-    """Return the seconds by which a turn exceeds the slowest node's computing.
+    """Return the seconds by which a turn exceeds the slowest node's computation.
 
     Args:
-        turns: the groups of each turn; a group waits for no other group.
+        turns: the groups of each turn, which don't wait for each other.
         cost_s: seconds of a group's communication.
-        computing_s: (N,) seconds that each node computes in a turn.
+        computing_s: seconds for which each node computes in a turn, (N,).
     """
     now_s = np.zeros(len(computing_s))
     for groups in turns:
@@ -483,7 +487,7 @@ def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], 
 
 
 def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -> str | None:
-    """Return a collective's algorithm. Between hosts, the all-reduce is the exact one."""
+    """Return a collective's algorithm. Hosts use the exact all-reduce."""
     if traffic.algorithm is not None:
         return traffic.algorithm
     if algorithm == "cheapest":
@@ -493,7 +497,7 @@ def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -
 
 
 def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, scale: float) -> Row:
-    """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
+    """Return the row of an asynchronous strategy, whose nodes push to a server and pull from it."""
     T = time.mean_s(num_nodes)
     push, _, *relays = plan.traffic  # no node waits for relays between servers
     H, own_s, round_s, _ = _own_rounds(plan, num_nodes, network, time, scale)
@@ -513,7 +517,7 @@ def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime,
 
 @dataclass(frozen=True)
 class _Server:
-    """A server: the nodes that it serves, its line's rate, and for how long a push and a pull occupy this line."""
+    """A server: its nodes, its line's rate, and the seconds for which a push and a pull occupy the line."""
 
     nodes: Sequence[int]
     bps: float
@@ -540,17 +544,16 @@ def _servers(plan: Plan, num_nodes: int, network: Network, scale: float) -> list
 def _own_rounds(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, scale: float
 ) -> tuple[Any, np.ndarray, np.ndarray, list[_Server]]:
-    """Return the steps of a round, (N,) each node's seconds per round, alone and among the others, and the servers.
+    """Return the steps per round, each node's seconds per round, (N,), alone and among the others, and the servers.
 
-    No node waits for relays between servers, but rounds are at least so long that all relays pass the top server's
-    line.
+    No node waits for relays between servers, but rounds are long enough for all relays to pass the top server's line.
     """
     assert plan.local_steps is not None
     T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
     push, pull, *relays = plan.traffic
 
-    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
+    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a node that runs the server sends to it for free
         return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
 
     def alone_s(t: Traffic) -> np.ndarray:
@@ -607,16 +610,16 @@ def _rounds_at(
     quorum: int,
     servers: int,
 ) -> np.ndarray:
-    """Return (n,) the mean seconds per round of a server's n nodes. Its line serves first who comes first, each way.
+    """Return the mean seconds per round of a server's n nodes, (n,). Its line is first come, first served, each way.
 
     Args:
-        work_s, push_s: (n,) seconds for which each node computes in a round, and then pushes.
+        work_s, push_s: seconds for which each node computes in a round and then pushes, (n,).
         pull_s: seconds that nodes take to pull together.
         quorum: the number of pushes for which the server waits.
         servers: the number of servers of all nodes.
     """
     here: list[int] = []
-    size, up_s, down_s = len(work_s), 0.0, 0.0  # from when on the line is free, up and down
+    size, up_s, down_s = len(work_s), 0.0, 0.0  # the time from which on the line is free, up and down
     rounds, ends_s = np.zeros(size), np.zeros(size)
     coming = [(float(work_s[k]), False, k) for k in range(size)]  # time, whether its push has arrived, node
     heapq.heapify(coming)
@@ -638,7 +641,7 @@ def _rounds_at(
         rounds[here] += 1
         ends_s[here] = end_s
         here = []
-    for k in np.flatnonzero(rounds == 0).tolist():  # a round longer than all of this, beside which no wait counts
+    for k in np.flatnonzero(rounds == 0).tolist():  # a round so long that no wait counts
         rounds[k], ends_s[k] = 1, work_s[k] + push_s[k] + pull_s((server.nodes[k],))
     return ends_s / rounds
 

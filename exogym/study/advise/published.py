@@ -1,26 +1,26 @@
-"""What publications measured at scale: how many steps methods take to DDP's loss.
+"""Publications' measurements at scale: how many steps methods take to DDP's loss.
 
-Each row of `published.csv` is a cell of a publication's table: a method and data-parallel training at equal tokens. The
-column `where` names the table, and `read` how we read it: as text, as HTML or in the repository.
-`loss_ratio` is the method's loss over DDP's. It becomes a multiple m of DDP's steps with the scaling law of Hoffmann et
-al. (arXiv:2203.15556), for P parameters and D tokens (20 P if the publication does not say):
+Each row of `published.csv` is a cell of a publication's table, which compares a method with data-parallel training at
+equal tokens. The column `where` names the table, and `read` how we read it: as text, as HTML or in the repository.
+`loss_ratio` is the method's loss over DDP's. The scaling law of Hoffmann et al. (arXiv:2203.15556) for P parameters and
+D tokens (20 P if not stated) converts it to a multiple m of DDP's steps:
 
     L = 1.69 + 406.4 / P^0.34 + 410.7 / D^0.28,    s = - d log L / d log D,    log m = log(loss_ratio) / s
 
-A question is about P parameters, N nodes, and a method that synchronizes every H steps. The distance to a cell i is
+For a model of P parameters on N nodes and a method that synchronizes every H steps, the distance to a cell i is
 
     d_i = |log10(P / P_i)| + |log2(N / N_i)| + 1 if the cell's rates were not tuned for the method, or if it continues a
           model that DDP pretrained,  + skew / (0.3 log 10) if the question's data have a label skew
 
-A cell counts 10^(-d_i) in the weighted median of all log m_i + 0.12 log(H / H_i): ten times less for each factor of ten
-in parameters and each factor of two in nodes. Cells of the same strategy with other options count only if none has the
-same options. The uncertainty, and the probability that the method never arrives, follow from
+A cell has the weight 10^(-d_i) in the weighted median of all log m_i + 0.12 log(H / H_i): ten times less for each
+factor of ten in parameters and each factor of two in nodes. Cells of the same strategy with other options count only if
+no cell has the same options. The uncertainty and the probability that the method never reaches the loss follow from
 `exogym.study.advise.beliefs`, where each cell is a place of this weight.
 
-Our own tasks are one more point, with 0.1M parameters on 4 to 16 nodes, at the distance d_0. With d, the distance of
-the nearest cell, the publications count 10^(-d) / (10^(-d) + 10^(-d_0)), and our tasks the rest. From d_0 = 1 on, the
-rule of thumb's uncertainty is added to our tasks': at 124M parameters they are off by a factor of 1.8 for the methods
-that have publications.
+Our own tasks are one more point, with 0.1M parameters on 4 to 16 nodes, at the distance d_0. If d is the distance of
+the nearest cell, the publications have the weight 10^(-d) / (10^(-d) + 10^(-d_0)), and our tasks the rest. From d_0 = 1
+on, the rule of thumb's uncertainty is added to our tasks' uncertainty, because at 124M parameters they are off by a
+factor of 1.8 for the published methods.
 
 >>> from exogym.study.advise.beliefs import Belief
 >>> belief, source = at_scale(Belief(1.0, 0.5, 0.2), "diloco:H=30", 30, 50_000, 1e9, 4)
@@ -55,7 +55,7 @@ from exogym.study.advise.beliefs import (
 
 TABLE = Path(__file__).with_name("published.csv")
 OURS = 1e5, 4, 16  # our own tasks: parameters of the largest, least and most nodes
-LEAST = 0.05  # the share from which publications, or our tasks, are named as a source
+LEAST = 0.05  # the weight from which publications, or our tasks, are named as a source
 CELL_ROUNDS = 100  # synchronizations of a published run; the shortest have about as many
 
 
@@ -69,7 +69,8 @@ class Cell:
         nodes, parameters: N, and P.
         tokens: D, of all nodes together.
         loss_ratio: the method's loss over DDP's at equal tokens. The loss is the logarithm of a printed perplexity.
-        but: "pretrained" if the runs continue a model that DDP pretrained, "untuned" if it has DDP's rates, or "".
+        but: "pretrained" if the runs continue a model that DDP pretrained, "untuned" if the method has DDP's learning
+            rates, or "".
     """
 
     source: str
@@ -86,7 +87,7 @@ class Cell:
         return math.log(self.loss_ratio) / slope(self.parameters, self.tokens)
 
     def distance(self, parameters: float, num_nodes: int) -> float:
-        """Return how far a question is away: factors of ten in parameters, plus factors of two in nodes."""
+        """Return the distance to a model and fleet: factors of ten in parameters plus factors of two in nodes."""
         away = abs(math.log10(parameters / self.parameters)) + abs(math.log2(num_nodes / self.nodes))
         return away + (self.but != "")
 
@@ -123,7 +124,7 @@ def at_scale(
     skew: float = 0.0,
     without: str = "",
 ) -> tuple[Belief, str]:
-    """Return a belief for a model of this size, and its sources in words.
+    """Return a belief for a model of the given size, and its sources in words.
 
     Args:
         ours: the belief from our own tasks.
@@ -144,7 +145,7 @@ def at_scale(
     found = [cell for cell in _alike(method) if cell.source != without]
     if not found:
         return ours, f"{tasks}; we could read no publication about it"
-    skewed = skew / ALIKE / math.log(10)  # publications deal their data at random
+    skewed = skew / ALIKE / math.log(10)  # publications distribute their data at random
     far = np.array([cell.distance(parameters, num_nodes) + skewed for cell in found])
     H = h_of(method) or period
     log_steps = [cell.log_steps + MORE_PER_LOG * math.log(H / (h_of(cell.strategy) or H)) for cell in found]
@@ -161,7 +162,7 @@ def at_scale(
 
 
 def _alike(method: str) -> list[Cell]:
-    """Return the cells of the strategy with the same options besides H or, if there are none, with any options."""
+    """Return the strategy's cells with the same options except H or, if there are none, with any options."""
     same = [cell for cell in cells() if cell.strategy.partition(":")[0] == method.partition(":")[0]]
     return [cell for cell in same if without_h(cell.strategy) == without_h(method)] or same
 
@@ -179,7 +180,7 @@ def _median(log_steps: np.ndarray, weights: np.ndarray, period: int, steps: int)
 
 
 def _said(used: list[Cell], parameters: float, num_nodes: int) -> str:
-    """Return the publications of the cells, the range of the cells, and how far the nearest cell is."""
+    """Return the cells' publications, their range, and the distance of the nearest cell."""
     *papers, last = sorted({f"arXiv:{cell.source}" for cell in used})
     names = (", ".join(papers) + " and " if papers else "") + last
     sizes, nodes = ({min(x), max(x)} for x in ([c.parameters for c in used], [c.nodes for c in used]))
@@ -192,7 +193,7 @@ def _said(used: list[Cell], parameters: float, num_nodes: int) -> str:
 
 
 def _short(count: float) -> str:
-    """Return a number of parameters in short.
+    """Return a short text for a number of parameters.
 
     >>> _short(1.3e9), _short(124e6), _short(1e5)
     ('1.3B', '124M', '0.1M')

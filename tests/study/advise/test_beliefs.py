@@ -110,9 +110,9 @@ def test_a_method_that_may_never_arrive_is_not_advised_for_a_little_speed() -> N
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="give at least one candidate"):
+    with pytest.raises(ArgumentError, match="pass at least one candidate"):
         chosen({}, {})
-    with pytest.raises(ArgumentError, match="there is no belief about 'demo': give one for each candidate"):
+    with pytest.raises(ArgumentError, match="beliefs has no entry for 'demo': pass one belief per candidate"):
         chosen({"demo": 1.0}, {"ddp": SAME})
     with pytest.raises(ArgumentError, match="must be a number over 0"):
         chosen({"ddp": 0.0}, {"ddp": SAME})
