@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Your own loop
 #
-# You have a training loop, and two machines with a slow line between them. Simulate first to choose a strategy, then
-# *attach* this strategy to your loop: the trained model is bitwise identical to the simulation's.
+# You have a training loop, and two machines with a slow connection between them. Simulate first to choose a strategy,
+# and then *attach* the strategy to your loop. The trained model is bitwise identical to the simulated one.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -40,7 +40,7 @@ STEPS = 200
 # %% [markdown]
 # ## Simulate
 #
-# `LocalTrainer` trains both nodes here, in one process, without your loop. DDP averages gradients at every step; DiLoCo
+# `LocalTrainer` trains both nodes in one process, without your loop. DDP averages gradients at every step, and DiLoCo
 # averages parameters every 20 steps.
 
 
@@ -72,12 +72,13 @@ diloco = simulate(DiLoCoStrategy(lr=3e-3, H=20))
 # > DiLoCoStrategy: loss 0.231, 96 kB sent per node, 10 s
 
 # %% [markdown]
-# DiLoCo sends a twentieth of the bytes, so we choose it.
+# DiLoCo sends a twentieth of the bytes and is predicted to take half the time, so we choose it.
 #
 # ## Attach
 #
 # This is your loop, in its own script. Three lines are new: `attach`, `nodes.loader`, and `nodes.step()`, which
-# replaces `optimizer.step()` and `optimizer.zero_grad()`. The rest is checkpoints and an evaluation, as in any loop.
+# replaces `optimizer.step()` and `optimizer.zero_grad()`. The rest is an ordinary loop with checkpoints and
+# evaluations.
 
 # %%
 SCRIPT = """
@@ -141,12 +142,12 @@ print("the simulation's model in both processes:", same_bits())
 # > the simulation's model in both processes: [True, True]
 
 # %% [markdown]
-# The processes could just as well run on two hosts: start the same script with torchrun on each ([processes by
-# hand](../docs/processes.md#write-a-distributed-script)).
+# The processes could also run on two hosts. To do so, start the same script with torchrun on each host ([writing a
+# distributed script](../docs/processes.md#write-a-distributed-script)).
 #
 # ## Resume after a crash
 #
-# Both processes die at step 150. The second launch continues from their last checkpoints, which are of step 130, in the
+# Both processes die at step 150. The second launch resumes from their last checkpoints, saved at step 130, in the
 # middle of a round.
 
 # %%
@@ -161,7 +162,7 @@ print("after the crash:", same_bits())
 # %% [markdown]
 # ## Compare
 #
-# The loop evaluated the averaged model every 20 steps. Its losses equal the simulation's.
+# The loop evaluated the averaged model every 20 steps. The losses are the same as in the simulation.
 
 # %%
 attached = [(int(step), float(loss)) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", printed)]
@@ -179,9 +180,9 @@ figure.savefig("tutorial_attach.png", dpi=80)
 #
 # ## When to attach, when to simulate
 #
-# Simulate to choose: many nodes, several strategies, predicted times, one process. Attach to train: your loop keeps its
-# logging, evaluation, mixed precision and checkpoints. Several processes with `fully_shard` can be one node
-# ([run/sharded.py](../run/sharded.py)).
+# Simulate to choose: you can try many nodes and several strategies in one process, and predict their times. Attach to
+# train: you keep your loop's logging, evaluation, mixed precision and checkpoints. A node can also consist of several
+# processes with `fully_shard` ([run/sharded.py](../run/sharded.py)).
 #
 # ## Change something
 #
@@ -191,7 +192,8 @@ figure.savefig("tutorial_attach.png", dpi=80)
 #
 # ## A question
 #
-# The loop calls `optimizer.load_state_dict` as well as `nodes.load_state_dict`. What happens without the first call?
+# The loop calls `optimizer.load_state_dict` as well as `nodes.load_state_dict`. What happens if you leave out the first
+# call?
 #
-# **Answer.** The parameters, the outer parameters and the data order continue, but AdamW starts with empty moments, so
-# the result differs. `nodes` saves its own inner optimizer only if `attach` got `optimizer=None`.
+# **Answer.** The run resumes with the right parameters, outer parameters and data order, but AdamW starts with empty
+# moments, so the result differs. `nodes` saves an inner optimizer only if you passed `optimizer=None` to `attach`.

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Four nodes on your laptop
 #
-# Train a network on **four nodes** in one process, with data parallelism (DDP) and with DiLoCo. Each node has its own
-# weights, data and optimizer.
+# Train a network on **four nodes** in one process, first with data parallelism (DDP) and then with DiLoCo. Each node
+# has its own weights, data and optimizer.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. The [glossary](../docs/glossary.md)
 # explains all terms.
@@ -33,7 +33,7 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 # %% [markdown]
 # ## A model and its data
 #
-# We use 1,797 handwritten digits of 8x8 pixels and a small network. Any `nn.Module` and any torch dataset work.
+# We train a small network on 1,797 handwritten digits of 8x8 pixels. You can use any `nn.Module` and any torch dataset.
 
 # %%
 source = digits()
@@ -46,8 +46,9 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # %% [markdown]
 # ## One node
 #
-# `fit` takes the *strategy*, which says how nodes learn from each other. With one node, every strategy is plain
-# training. `fit` changes its model, so give each trainer a copy to start from the same weights each time.
+# `fit` takes a *strategy*, which defines how the nodes learn from each other. With a single node, every strategy is
+# ordinary training. Because `fit` changes the model, we give each trainer a copy, so that all of them start from the
+# same weights.
 
 
 # %%
@@ -66,16 +67,16 @@ alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # %% [markdown]
 # ## Four nodes that synchronize at every step
 #
-# In **data parallel training** (DDP), the nodes average their gradients and take the same step, so their weights stay
-# bitwise identical.
+# In **data parallel training** (DDP), the nodes average their gradients at every step and then take the same step, so
+# their weights stay bitwise identical.
 
 # %%
 ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# The loss is lower because four nodes saw four times as many digits. To average in a ring of N nodes, a node sends
-# 2 (N - 1) / N times the parameters' bytes per step:
+# The loss is lower because four nodes saw four times as many digits. Averaging in a ring of N nodes, each node sends 2
+# (N - 1) / N times the parameters' bytes per step:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -84,14 +85,14 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # > 2410 parameters; by the formula 2892000 bytes, counted 2892000
 
 # %% [markdown]
-# With a billion parameters each node sends 6 GB *per step*.
+# For a model with a billion parameters, each node would send 6 GB *per step*.
 #
 # ## Four nodes that synchronize every 20 steps
 #
-# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average
-# the changes of their weights, and an *outer optimizer* applies this average to their common starting weights. H steps
-# and the synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy in the
-# call changes:
+# With **DiLoCo** (Distributed Low-Communication training), each node trains alone for H steps. Then the nodes average
+# how much their weights have changed, and an *outer optimizer* applies this average to the weights from which they all
+# started. The H steps and the synchronization are called a *round*. With H = 20, a node sends a twentieth of DDP's
+# bytes. To switch to DiLoCo, we only pass a different strategy:
 
 # %%
 diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4), num_nodes=4)
@@ -100,8 +101,8 @@ diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4),
 # %% [markdown]
 # ## Drift between nodes
 #
-# Between two synchronizations the nodes drift apart, because each sees different digits. `consensus_distance` measures
-# this drift: the root mean squared distance of the nodes to their mean, just before they synchronize.
+# Between two synchronizations the nodes drift apart, because each of them sees different digits. `consensus_distance`
+# measures this drift: it is the nodes' root mean squared distance to their mean, just before they synchronize.
 
 # %%
 for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
@@ -130,21 +131,22 @@ figure.savefig("tutorial_basic.png", dpi=80)
 #
 # ## The trained model
 #
-# `fit` returns the model, which is also `trainer.model`: the nodes' average, or with DiLoCo the outer model.
+# `fit` returns the trained model, which is also `trainer.model`: the average of the nodes or, with DiLoCo, the outer
+# model.
 #
 # ## Change something
 #
-# Give each node mostly a few kinds of digits: add `partitioner="dirichlet:0.3"` to `train(...)`. What happens to the
-# distance and to the loss? Then try `H=5`.
+# Add `partitioner="dirichlet:0.3"` to `train(...)`, so that each node sees mostly a few kinds of digits. What happens
+# to the consensus distance and to the loss? Then try `H=5`.
 #
 # ## A question
 #
-# FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does FedAvg send less than DiLoCo, as
-# much, or more?
+# FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does a node send fewer bytes than with
+# DiLoCo, as many, or more?
 #
-# **Answer.** As much. Both send the parameters once per round, since each node can run the outer optimizer itself on
-# the average that it received. Count the bytes: train with `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from
-# `exogym.strategy`.
+# **Answer.** As many. Both methods send the parameters once per round, because each node can run the outer optimizer
+# itself on the average that it receives. To count the bytes, train with `FedAvgStrategy(inner_optim="adamw", lr=3e-3,
+# H=20)` from `exogym.strategy`.
 #
 # ## Next
 #

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Your own strategy
 #
-# Write a new strategy, check it, and compare it with DiLoCo. Each node sends only the largest 5 % of its gradient and
-# remembers the rest (top-k with error feedback).
+# Write a new strategy, check it, and compare it with DiLoCo. In our strategy, each node sends only the largest 5 % of
+# its gradient's entries and remembers the rest (top-k with error feedback).
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -39,7 +39,8 @@ CHECKED = {"steps": 8} if SHORT else {}
 # %% [markdown]
 # ## The algorithm
 #
-# Node i has a gradient g_i and a memory e_i, which starts at zero. In each step:
+# Node i has a gradient g_i and a memory e_i, which starts at zero. In each step, with the optimizer Opt and the
+# parameters theta:
 #
 #     e_i <- e_i + g_i
 #     send the k largest entries of |e_i|, and where they are; set them to zero in e_i
@@ -48,8 +49,9 @@ CHECKED = {"steps": 8} if SHORT else {}
 #
 # ## One node's program
 #
-# Write a `Strategy` for one node, as with `torch.distributed`. `self.model` is the node's model, `.grad` holds
-# gradients, and collectives wait for all nodes. ExoGym calls `_init_node` once and `step` after each backward pass.
+# A `Strategy` can be written for a single node, as with `torch.distributed`: `self.model` is the node's model, its
+# parameters' `.grad` contain the gradients, and collectives wait for all nodes. ExoGym calls `_init_node` once, and
+# `step` after each backward pass.
 
 
 # %%
@@ -76,12 +78,12 @@ class TopK(Strategy):
 
 
 # %% [markdown]
-# Each node has its own instance. Checkpoints save its attributes.
+# Each node has its own instance of the strategy, and checkpoints save the instance's attributes.
 #
 # ## Check it
 #
-# `check_strategy` trains small models and tests the laws that every strategy must keep. We expect a node to send five
-# percent of each tensor's entries, each as a number and an index of 4 bytes.
+# `check_strategy` trains small models and tests the laws that every strategy must obey. We also check the payload: each
+# node should send five percent of each tensor's entries, with 4 bytes for the value and 4 for the index.
 
 
 # %%
@@ -103,8 +105,8 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > learns: validation loss from 1.0487 to 0.0538
 
 # %% [markdown]
-# Does the check find mistakes? This strategy keeps its memory in a global dict, which checkpoints don't save, so a
-# resumed run differs:
+# Does the check find mistakes? The next strategy keeps its memory in a global dict, which checkpoints don't save, so a
+# resumed run would differ:
 
 # %%
 OUTSIDE = {}
@@ -131,8 +133,8 @@ except StrategyError as error:
 # %% [markdown]
 # ## Compare it on your own model
 #
-# Pass your model and data as `(make_model, train, val)`. `network="wifi"` adds the predicted time on four computers,
-# here with 20 ms per step.
+# To compare strategies on your own model and data, pass them as `(make_model, train, val)`. `network="wifi"` adds the
+# predicted time on four computers, here with 20 ms per step.
 
 # %%
 source = digits(flat=False)
@@ -158,8 +160,8 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# `TopK` sends a fifth of the bytes and takes four times as long! At every step it gathers twice for each of the six
-# tensors, and pays Wi-Fi's latency each time.
+# `TopK` sends a fifth of DDP's bytes, but takes four times as long! At every step it calls `all_gather` twice for each
+# of the six tensors, and each call pays Wi-Fi's latency.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -173,20 +175,20 @@ figure.savefig("tutorial_custom.png", dpi=80)
 # %% [markdown]
 # ![Validation loss against predicted seconds](../docs/images/tutorial_custom.png)
 #
-# Built-in strategies act on a matrix with a row per node instead, and must keep one more law, *placement* ([compose
+# Built-in strategies work on a matrix with one row per node instead, and must obey one more law, *placement* ([compose
 # your own](../docs/strategies/own.md#compose-your-own)).
 #
 # ## Change something
 #
-# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`) and gather twice instead
-# of twelve times. Check it, and compare the predicted time.
+# Concatenate all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), so that `TopK` gathers twice
+# instead of twelve times. Check the strategy, and compare its predicted time.
 #
 # ## A question
 #
-# Double the nodes to eight. DDP's ring sends nearly as much per node as before. What happens to the bytes that a node
-# of `TopK` receives?
+# Double the number of nodes to eight. With DDP's ring, each node sends hardly more bytes than before. What happens to
+# the bytes that a `TopK` node receives?
 #
 # **Answer.** They more than double, because seven other nodes instead of three each send 5 % of their entries with
-# indices. An all-gather grows with N, while an all-reduce sums on the way.
+# indices. The bytes of an all-gather grow with N, whereas an all-reduce sums along the way.
 #
 # Next: [Write your own strategy](../docs/strategies/own.md)

@@ -13,12 +13,12 @@
 # %% [markdown]
 # # Federated learning
 #
-# A thousand phones have photographs that must stay private. In each *round* a server asks a few phones (*clients*) to
+# A thousand phones have photographs that must stay private. In each *round*, a server asks a few phones (*clients*) to
 # train on their own data, and averages the results. In ExoGym, a client is a node.
 #
-# Simulate a thousand clients, compare methods for clients with different data, and see what absent clients and privacy
-# cost. [Install](../docs/getting_started.md#install) ExoGym with its extras `[examples,privacy]`, and read [Four nodes
-# on your laptop](tutorial_basic.py) first.
+# In this tutorial you simulate a thousand clients, compare methods for clients with different data, and see how absent
+# clients and privacy affect the result. [Install](../docs/getting_started.md#install) ExoGym with its extras
+# `[examples,privacy]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -48,8 +48,8 @@ of_class = [np.flatnonzero(labels == digit) for digit in range(10)]
 # %% [markdown]
 # ## The data of a client
 #
-# A function makes each client's dataset when the client first takes part. Ours returns 20 digits of only two classes,
-# so a model that one client trains alone is wrong for almost all others.
+# A function creates each client's dataset when the client first takes part. Ours returns 20 digits of only two classes,
+# so a model that a single client trains alone is wrong about almost all other digits.
 
 # %%
 CLIENTS = 1000
@@ -68,7 +68,7 @@ print("client 7 has the digits", sorted({int(labels[i]) for i in data_of(7, CLIE
 # %% [markdown]
 # ## Federated averaging
 #
-# With **FedAvg** each chosen client takes H steps of plain SGD from the server's weights, and sends its weights back.
+# With **FedAvg**, each sampled client takes H steps of plain SGD from the server's weights and sends the result back.
 
 
 # %%
@@ -114,12 +114,13 @@ figure.savefig("tutorial_federated.png", dpi=80)
 # %% [markdown]
 # ![Accuracy over rounds](../docs/images/tutorial_federated.png)
 #
-# FedAdam is ahead here. Before you choose, repeat the runs with other seeds (`seed=1` in `fit`) and learning rates.
+# FedAdam is ahead here. Before you choose a method, repeat the runs with other seeds (`seed=1` in `fit`) and learning
+# rates.
 #
 # ## Clients come and go
 #
-# `Devices` simulates kinds of devices, each with a speed and a share of time online. The server asks clients that are
-# online, and waits for the clients that stay. A round fails if no client reports.
+# `Devices` simulates several kinds of devices, each with a speed and a share of time online. The server samples clients
+# that are online, and waits for those clients that don't disconnect. A round fails if no client reports.
 
 # %%
 fleet = Devices({"phone": Profile(0.8, speed=0.2, online=0.1, session_s=7200), "laptop": Profile(0.2, 1.0, 0.3, 10800)})
@@ -135,8 +136,8 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # ## What privacy costs
 #
 # Weights reveal something about a client's data. **DP-FedAvg** clips the norm of each client's change to `clip` and
-# adds noise to the sum. *epsilon*, which grows with each round, bounds how much an observer learns about one client's
-# participation. A smaller epsilon is safer, and above 10 it protects little.
+# adds noise to the sum. *epsilon* bounds how much an observer can learn about whether a client took part. It grows with
+# each round; smaller values are safer, and above 10 it protects little.
 
 # %%
 private = train(
@@ -151,16 +152,16 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 # > accuracy 69% at epsilon 3.2
 
 # %% [markdown]
-# The noise is the same for 20 clients and for 2,000. With `exogym.contrib.Secure` the server sees only the sum.
+# The noise has the same size for 20 clients as for 2,000. With `exogym.contrib.Secure`, the server sees only the sum.
 #
 # ## Change something
 #
-# Ask 100 clients per round, with the same noise. How do accuracy and epsilon change?
+# Sample 100 clients per round, with the same noise. How do the accuracy and epsilon change?
 #
 # ## A question
 #
-# How many rows of parameters does the simulation hold with 1,000 clients and 20 per round? How many with a million
-# clients?
+# How many rows of parameters does the simulation keep in memory with 1,000 clients and 20 per round? How many with a
+# million clients?
 #
-# **Answer.** About forty, in both cases: only clients of the current and the next round have a row. [Federated
-# simulation](../docs/federated.md) has the details and a run with a hundred thousand clients.
+# **Answer.** About forty in both cases, because only the clients of the current and the next round have a row.
+# [Federated simulation](../docs/federated.md) explains the details and shows a run with a hundred thousand clients.

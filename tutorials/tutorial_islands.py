@@ -13,12 +13,12 @@
 # %% [markdown]
 # # Islands of GPUs
 #
-# Two labs have four GPUs each. NVLink joins a lab's GPUs at 450 GB/s; the line between the labs has 100 Mbit/s. How
-# should eight GPUs train one model?
+# Two labs have four GPUs each. Inside a lab, NVLink connects the GPUs at 450 GB/s, but the line between the labs has
+# only 100 Mbit/s. How should the eight GPUs train one model?
 #
-# Build a *node* from several simulated GPUs that share its model and batch (`NodeMesh`), and count bytes inside and
-# between islands. You need no GPU. [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four
-# nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
+# In this tutorial you build a *node* from several simulated GPUs that share its model and batch (`NodeMesh`), and count
+# the bytes inside and between islands. You don't need a GPU. [Install](../docs/getting_started.md#install) ExoGym with
+# `[demo]`, and read [Four nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
 
 # %%
 import copy
@@ -46,9 +46,9 @@ for who, members in (("of one lab", range(4)), ("of both", range(8))):
 # %% [markdown]
 # ## Three ways
 #
-# We train a small model on eight GPUs, with 32 digits per step in all. A GPU takes 20 ms for four digits.
+# We train a small model on eight GPUs, with 32 digits per step in total. One GPU takes 20 ms for four digits.
 #
-# **One: DDP over all.** Eight nodes average over the slow line at every step.
+# **One: DDP over all GPUs.** Eight nodes average over the slow line at every step.
 
 
 # %%
@@ -66,7 +66,7 @@ ddp = train(SimpleReduceStrategy(**INNER), **eight)
 # > loss 0.23, 45.2 s, 2530 kB sent per node
 
 # %% [markdown]
-# **Two: DiLoCo over all.** Eight nodes, each with its own weights, average every 15 steps.
+# **Two: DiLoCo over all GPUs.** Eight nodes, each with its own weights, average every 15 steps.
 
 # %%
 OUTER = {"H": 15, "outer_lr": 0.4}
@@ -74,9 +74,8 @@ diloco = train(DiLoCoStrategy(**INNER, **OUTER), **eight)
 # > loss 0.22, 5.8 s, 169 kB sent per node
 
 # %% [markdown]
-# **Three: each lab is one node.** `NodeMesh(shard=4)` makes a node of four GPUs that share its weights, optimizer
-# state and batch, as PyTorch's FSDP does. Two nodes train with DiLoCo between them. The four GPUs of a lab take 20 ms
-# for 16 digits.
+# **Three: each lab is one node.** `NodeMesh(shard=4)` builds a node from four GPUs that split its weights, optimizer
+# state and batch, as PyTorch's FSDP does. The two nodes train with DiLoCo. A lab's four GPUs take 20 ms for 16 digits.
 
 # %%
 lab = NodeMesh(shard=4)
@@ -86,7 +85,7 @@ islands = train(
 # > loss 0.21, 3.4 s, 96 kB sent per node
 
 # %% [markdown]
-# The third way rarely sends over the slow line, its two replicas drift less than eight, and each GPU holds only a
+# The third way rarely uses the slow line, its two replicas drift apart less than eight would, and each GPU holds only a
 # quarter of the model.
 
 # %%
@@ -100,9 +99,9 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# You can also split a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and
-# the first at its end; this idle time is the *bubble*. With S stages and M micro-batches, the bubble takes
-# (S - 1) / (M + S - 1) of the time.
+# You can also split a large model into *stages* of layers, one per GPU. At the start of a step the last GPU waits, and
+# at the end the first one does; this idle time is called the *bubble*. With S stages and M micro-batches, the bubble
+# takes (S - 1) / (M + S - 1) of the time.
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]
@@ -118,18 +117,19 @@ figure.savefig("tutorial_islands.png", dpi=80)
 # %% [markdown]
 # ![Loss against predicted seconds, and the bubble of a pipeline](../docs/images/tutorial_islands.png)
 #
-# To train on real devices, start one process per device: `python -m exogym.launch --nproc_per_node 4 train.py`. See
-# [Islands](../docs/islands.md).
+# To train on real devices, start one process per device: `python -m exogym.launch --nproc_per_node 4 train.py`.
+# [Islands](../docs/islands.md) explains how.
 #
 # ## Change something
 #
-# Keep eight nodes and let each lab's GPUs also average among themselves: `DiLoCoStrategy(**INNER, **OUTER,
-# island_size=4, island_H=3)`. Compare loss and time.
+# Keep eight nodes, but let the GPUs of each lab also average among themselves: `DiLoCoStrategy(**INNER, **OUTER,
+# island_size=4, island_H=3)`. Compare the loss and the time.
 #
 # ## A question
 #
-# With labs as nodes each node sent 96 kB, with DiLoCo over all 169 kB. How many bytes cross the line between the labs
-# in both cases?
+# With labs as nodes, each node sent 96 kB; with DiLoCo over all GPUs, it sent 169 kB. How many bytes cross the line
+# between the labs in each case?
 #
-# **Answer.** 96 kB each way with labs as nodes, otherwise 169 kB: two of the ring's eight links cross the line. The
-# factor 2 (N - 1) / N explains the difference: 1 for two nodes, 1.75 for eight.
+# **Answer.** 96 kB in each direction with labs as nodes, and 169 kB with DiLoCo over all GPUs, because two of the
+# ring's eight links cross the line. The two numbers differ by the factor 2 (N - 1) / N, which is 1 for two nodes and
+# 1.75 for eight.

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Fine-tune a language model on your texts
 #
-# Teach a language model the words and the tone of your texts, on one or several computers. This tutorial shows every
-# step with a *tiny random model that knows nothing*; one line replaces it with a real model from your disk.
+# Teach a language model the words and the tone of your texts, on one or several computers. So that this tutorial runs
+# quickly, it uses a *tiny random model that knows nothing*. To use a real model from your disk, change one line.
 #
-# You need ExoGym [installed](../docs/getting_started.md#install) and its extras `[language,examples]`. Read [Four nodes
-# on your laptop](tutorial_basic.py) first.
+# You need ExoGym [installed](../docs/getting_started.md#install) with its extras `[language,examples]`. Read [Four
+# nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import math
@@ -50,12 +50,12 @@ print(task.description)
 # > a language model on 311 blocks of 64 tokens, held out 2 of 20 texts, LoRA of rank 8
 
 # %% [markdown]
-# An example is a *block* of 64 tokens. The model predicts each token from the tokens before it. Two of the texts are
-# *held out*: the model never trains on them.
+# Each example is a *block* of 64 tokens, and the model predicts every token from the tokens before it. Two of the texts
+# are *held out*, which means that the model never trains on them.
 #
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains and sends only these.
+# **LoRA** adds two narrow matrices to each matrix of a layer. Only these are trained and sent.
 
 
 # %%
@@ -69,13 +69,13 @@ print(f"an average moves {4 * trained_numbers(everything):,} bytes, with LoRA {4
 # > an average moves 70,144 bytes, with LoRA 16,384
 
 # %% [markdown]
-# For SmolLM2-135M an average moves 538 MB, with LoRA 9.8 MB.
+# For SmolLM2-135M, an average moves 9.8 MB with LoRA instead of 538 MB.
 #
 # ## Fine-tune on two nodes
 #
-# The two nodes average every eight steps (DiLoCo with outer rate 1 and no momentum, because fine-tuning has too few
-# rounds for momentum). We train the whole random model. **Perplexity** is exp(loss): a model with perplexity 4 is as
-# unsure as a choice among 4 tokens.
+# The two nodes average every eight steps. We use DiLoCo with outer rate 1 and no momentum, because fine-tuning has too
+# few rounds for momentum, and train all parameters of the random model. **Perplexity** is exp(loss): a model with
+# perplexity 4 is as uncertain as if it had to choose among 4 tokens.
 
 # %%
 trainer = LocalTrainer(everything, task.train, task.val)
@@ -97,7 +97,7 @@ figure.savefig("tutorial_language.png", dpi=80)
 #
 # ## How long on your network?
 #
-# SmolLM2-135M with LoRA sends 2,442,240 numbers. On a laptop a step of two blocks of 128 tokens takes two seconds.
+# With LoRA, SmolLM2-135M sends 2,442,240 numbers. On a laptop, a step of two blocks of 128 tokens takes two seconds.
 
 # %%
 for network in ("wifi", "home"):
@@ -112,7 +112,7 @@ for network in ("wifi", "home"):
 # %% [markdown]
 # ## Save the model
 #
-# `save_pretrained` merges the narrow matrices into the model and writes a folder for transformers.
+# `save_pretrained` writes a folder that transformers can open. If the model has LoRA's matrices, it merges them first.
 
 # %%
 everything.save_pretrained("better")
@@ -126,16 +126,16 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task language --data texts --task-options weights=smol
 # ```
 #
-# The first command trains on this computer, the second also on other computers. [Fine-tuning language
+# The first command trains on this computer, and the second on other computers too. [Fine-tuning language
 # models](../docs/fine_tuning.md#language-models) describes all options.
 #
 # ## Change something
 #
-# Set `H=1`, then `H=120`. How do the perplexity and `tx_bytes` change?
+# Set `H=1`, and then `H=120`. How do the perplexity and `tx_bytes` change?
 #
 # ## A question
 #
-# The model's perplexity on the *training* texts is even lower. Why does the task measure it on held-out texts?
+# On the *training* texts, the model's perplexity is even lower. Why does the task measure perplexity on held-out texts?
 #
-# **Answer.** A model can learn its training texts by heart. Only texts that it never saw show whether it learned the
+# **Answer.** A model can memorize its training texts. Only texts that it has never seen show whether it has learned the
 # language.

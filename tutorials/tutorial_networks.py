@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Networks and time
 #
-# Turn bytes into seconds on networks you do not have: for one average, for any strategy before training, and for a run
-# on a *virtual clock*.
+# Predict how long communication takes on networks that you don't have: for one average, for any strategy before you
+# train, and for a whole run on a *virtual clock*.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with its extra `[demo]`, and read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -31,11 +31,11 @@ from exogym.network import Network
 # ## The cost of one average
 #
 # Each link of a network has a bandwidth B and a latency α, which every message pays. To average S bytes in a ring, N
-# nodes need 2 (N - 1) rounds, each with an N-th of the bytes:
+# nodes need 2 (N - 1) rounds and send S / N bytes in each, which takes
 #
 #     2 (N - 1) (α + S / (N B))
 #
-# Let us average GPT-2 small, 124 million numbers.
+# Let's average GPT-2 small, which has 124 million parameters.
 
 # %%
 S = 124e6 * 4
@@ -48,12 +48,13 @@ for name in ("wifi", "lan-1g", "infiniband"):
 # > infiniband: 0.00993 s for 2 nodes, 0.0174 s for 8, 0.0202 s for 64
 
 # %% [markdown]
-# From 8 to 64 nodes the time hardly grows, because each node sends 2 (N - 1) / N S bytes, at most 2 S.
+# From 8 to 64 nodes the time hardly grows, because each node sends 2 (N - 1) / N S bytes, which is always less than 2
+# S.
 #
 # ## Predict before you train
 #
-# A step of this model takes 0.8 s on a good laptop GPU. `advise` calculates any strategy's time, and puts first what it
-# expects to reach DDP's loss first.
+# A step of this model takes 0.8 s on a good laptop GPU. `advise` predicts the time of any strategy, and lists first the
+# strategy that it expects to reach DDP's loss first.
 
 # %%
 STRATEGIES = ["ddp", "demo", "sparta:p_sparta=0.005", "diloco:H=10", "diloco:H=100"]
@@ -67,7 +68,7 @@ for row in advice.rows:
 # > ddp: 42.26 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# `speedup` compares examples per second. To learn about the loss, you must train.
+# `speedup` compares only examples per second. To find out about the loss, you must train.
 #
 # How fast must the network be? We plot the speed-up against the bandwidth, with 20 ms of latency:
 
@@ -90,11 +91,12 @@ figure.savefig("tutorial_networks.png", dpi=80)
 # %% [markdown]
 # ![Speed-up of four nodes against bandwidth](../docs/images/tutorial_networks.png)
 #
-# Below the dotted line one machine is faster.
+# Below the dotted line, one machine alone is faster than four.
 #
 # ## Train on a virtual clock
 #
-# `compare(..., network=...)` adds a virtual clock and doesn't change a bit of the training. We set a step to 20 ms.
+# `compare(..., network=...)` adds a virtual clock, which doesn't change the training: results stay bitwise identical.
+# We assume 20 ms per step.
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"
@@ -107,13 +109,13 @@ for row in result.rows:
 print(result.finding)
 
 # %% [markdown]
-# SPARTA sends a hundredth of DDP's bytes and waits as long, because it averages at every step, and averaging 2,410
-# numbers takes hardly more than the latency. On Wi-Fi, average small models *rarely*, and send *little* of large
-# models.
+# SPARTA sends a hundredth of DDP's bytes but waits just as long, because it averages at every step, and averaging these
+# 2,410 numbers takes hardly more than the latency. On Wi-Fi, average *rarely* if the model is small, and send *little*
+# if it is large.
 #
 # ## One slow node
 #
-# If one node is half as fast (`speeds`), so are all nodes that wait for it.
+# If one node is half as fast (`speeds`), all nodes that wait for it become half as fast too.
 
 # %%
 for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
@@ -125,22 +127,23 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # > speeds [1, 1, 1, 0.5]: 2.6 s, waiting 42%
 
 # %% [markdown]
-# Give the slow node less work (`fit(balance="batch")`), or use a strategy whose nodes don't wait (`async_diloco`); see
-# [unequal machines](../docs/real_machines.md#unequal-machines).
+# To avoid this, give the slow node less work (`fit(balance="batch")`), or use a strategy whose nodes don't wait
+# (`async_diloco`). See [unequal machines](../docs/real_machines.md#unequal-machines).
 #
-# [Describe your own network](../docs/network.md#describe-a-network), or see [how far predictions were
-# off](../docs/predictions.md).
+# You can also [describe your own network](../docs/network.md#describe-a-network), and look up [how accurate the
+# predictions are](../docs/predictions.md).
 #
 # ## Change something
 #
-# Take four computers on `home` lines and 10 million parameters with steps of 0.3 s. Which H makes DiLoCo three times as
-# fast as one computer?
+# Imagine four computers on `home` lines, and a model with 10 million parameters and steps of 0.3 s. Which H makes
+# DiLoCo three times as fast as one computer?
 #
 # ## A question
 #
-# In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does DeMo's curve move with 64 nodes, and
-# why?
+# In the plot, DeMo's curve rises at a lower bandwidth than DiLoCo's with H = 10. How does DeMo's curve change with 64
+# nodes, and why?
 #
-# **Answer.** DeMo's curve moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot
-# be summed on the way: each node receives all other nodes' coefficients in an all-gather, whose cost grows with N.
-# DiLoCo's all-reduce stays below 2 S. [The benchmark](../research/results/benchmark.md#many-nodes) has the table.
+# **Answer.** DeMo's curve moves to the right, whereas DiLoCo's stays where it is. DeMo's nodes send packed
+# coefficients, which can't be summed along the way, so each node receives the coefficients of all others in an
+# all-gather, whose cost grows with N. DiLoCo's all-reduce stays below 2 S. [The
+# benchmark](../research/results/benchmark.md#many-nodes) has the numbers.

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Stop, resume and survive failures
 #
-# Practice with runs that take seconds: stop and resume bit for bit, notice a dead run, lose a node, handle NaNs, stop
-# early, and pass on the model.
+# Practice with runs that take seconds: stop a run and resume it bitwise identically, notice that a run has died, lose a
+# node, handle NaNs, stop early, and share the model.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -58,8 +58,8 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. The first run is undisturbed, the second ends at step 70, and the third call resumes the
-# second run, as it would in a new process.
+# `save_dir` is the folder for checkpoints. The first run below is never interrupted. The second ends at step 70, and
+# the third call resumes it, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -70,7 +70,7 @@ print("the same model:", fingerprint(whole) == fingerprint(resumed))
 # > the same model: True
 
 # %% [markdown]
-# ExoGym refuses options that would change the run:
+# ExoGym refuses to resume with options that would change the run:
 
 # %%
 try:
@@ -80,13 +80,13 @@ except CheckpointError as error:
 # > seed: saved 0, now 1
 
 # %% [markdown]
-# Ctrl-C saves and then stops. A cluster scheduler's SIGTERM does the same if you start the script with `python -m
-# exogym.launch` or a [job file](../docs/processes.md#clusters).
+# If you press Ctrl-C, the run saves a checkpoint and then stops. A cluster scheduler's SIGTERM does the same if you
+# start the script with `python -m exogym.launch` or a [job file](../docs/processes.md#clusters).
 #
 # ## Watch a run, and notice that it died
 #
-# With `run_dir`, a run writes its events as plain JSON into a folder. Here a second Python process trains, and we kill
-# it.
+# If you pass `run_dir`, a run writes its events to a folder as plain JSON. Here a second Python process trains, and we
+# kill it.
 
 # %%
 script = """
@@ -115,12 +115,13 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# `status.json` still says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show such
-# runs as lost. Because of `resume=True`, rerunning the script would continue from the last checkpoint.
+# `status.json` still says `running`, but the process no longer exists, so `exogym runs list` and `exogym ui` show the
+# run as lost. Because the script passes `resume=True`, rerunning it would continue from the last checkpoint.
 #
 # ## A lost node, and a node with NaNs
 #
-# What would an outage cost? `Faults` simulates it: node 3 is absent from step 40 to step 90, and forgets its state.
+# How much would an outage harm the model? `Faults` simulates one: node 3 is absent from step 40 to step 90, and forgets
+# its state.
 
 # %%
 calm, outage, rubbish = make_trainer(), make_trainer(), make_trainer()
@@ -128,9 +129,9 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The other nodes continue, and node 3 takes their weights when it returns. For a while the model forgets the digits
-# that only node 3 has seen. By default, a node with a NaN ends the run with an error. With `on_nonfinite="skip"` the
-# node misses that round instead.
+# The other nodes continue, and node 3 copies their weights when it returns. In the meantime, the model forgets the
+# digits that only node 3 has seen. The next problem is a node whose loss becomes NaN. By default, it ends the run with
+# an error; with `on_nonfinite="skip"`, the node misses that round instead.
 
 
 # %%
@@ -175,7 +176,7 @@ figure.savefig("tutorial_production.png", dpi=80)
 #
 # ## Stop early
 #
-# Callbacks run after each evaluation. If one returns True, the run ends as usual.
+# Callbacks run after each evaluation. If a callback returns True, the run ends normally.
 
 
 # %%
@@ -191,7 +192,7 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # %% [markdown]
 # ## Share the run
 #
-# The run folder keeps the settings, versions and every record.
+# The run folder contains the run's settings, the versions of packages, and all records.
 
 # %%
 torch.save(early.model.state_dict(), "runs/production/model.pt")
@@ -200,15 +201,15 @@ described = json.loads(Path("runs/production/early/run.json").read_text())
 print(", ".join(described))
 
 # %% [markdown]
-# [Unattended runs](../docs/troubleshooting.md#unattended-runs) has a checklist for a long run.
+# See [Unattended runs](../docs/troubleshooting.md#unattended-runs) for a checklist for long runs.
 #
 # ## Change something
 #
-# Let two nodes stay away forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then?
+# Let two nodes stay absent until the end: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then?
 #
 # ## A question
 #
-# The run that ended at step 70 synchronized its nodes there, and so did the undisturbed run, because H is 10. What if
-# it had ended at step 75? Would the resumed run still be bitwise identical?
+# The run that ended at step 70 synchronized its nodes there, and so did the uninterrupted run, because H is 10. If it
+# had ended at step 75 instead, would the resumed run still be bitwise identical?
 #
-# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization.
+# **Answer.** Yes, because the checkpoint saves each node's own state from before the final synchronization.

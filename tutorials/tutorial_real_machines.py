@@ -13,11 +13,12 @@
 # %% [markdown]
 # # From simulation to real machines
 #
-# Run your simulated strategy on real computers: its line of code stays the same, and the result is bitwise identical.
-# Here one computer acts as two, with real processes and sockets. With a second computer only an address changes.
+# Run the strategy that you simulated on real computers: the line of code that names it stays the same, and the result
+# is bitwise identical. In this tutorial one computer acts as two, with real processes and sockets. To use a second
+# computer, you only change an address.
 #
-# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. Nothing
-# here listens on your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. This
+# tutorial opens no port to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -34,7 +35,7 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# Every machine starts the script, so it must be in a file.
+# Every machine starts the same script, so we write it to a file.
 
 # %%
 TRAIN = """
@@ -85,7 +86,7 @@ start("train.py", "simulated")
 # %% [markdown]
 # ## Two processes
 #
-# `python -m exogym.launch` starts the script twice; `torchrun` works as well. Each process takes two nodes.
+# `python -m exogym.launch` starts the script twice, and so does `torchrun`. Each process holds two nodes.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
@@ -93,8 +94,8 @@ start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
 # %% [markdown]
 # ## Two hosts
 #
-# `NetworkTrainer` starts the processes for you over SSH, on all hosts in a *hosts file*. Ours lists this computer
-# twice, under two names, and needs no SSH to reach itself.
+# `NetworkTrainer` starts the processes for you over SSH, on all hosts in a *hosts file*. Our hosts file lists this
+# computer twice, under two names, and needs no SSH to reach it.
 
 # %%
 with socket.socket() as free:
@@ -108,7 +109,7 @@ hosts = {
 Path("hosts.json").write_text(json.dumps(hosts, indent=2))
 
 # %% [markdown]
-# First check the hosts, as `exogym doctor --hosts hosts.json` does.
+# First check the hosts, as `exogym doctor --hosts hosts.json` does:
 
 # %%
 checks = check_hosts("hosts.json", code=False)
@@ -119,7 +120,7 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script starts itself on the hosts and then fetches the model and the history.
+# Then train. The script starts itself on the hosts, and fetches the model and the history at the end.
 
 # %%
 start("train.py", "hosts", "hosts.json")
@@ -127,7 +128,7 @@ start("train.py", "hosts", "hosts.json")
 # %% [markdown]
 # ## The same model, bit for bit
 #
-# The order of sums does not depend on where nodes are, so the three models are bitwise identical.
+# ExoGym sums in an order that doesn't depend on where the nodes are, so the three models are bitwise identical.
 
 # %%
 results = {name: json.loads(Path(f"result_{name}.json").read_text()) for name in ("simulated", "launched", "hosts")}
@@ -146,7 +147,8 @@ figure.savefig("tutorial_real_machines.png", dpi=80)
 #
 # ## Measure the network
 #
-# A self-test times collectives between the processes and writes a file, which every `network=` accepts.
+# A self-test measures collectives between the processes and writes a file, which you can pass as `network=` wherever
+# ExoGym predicts times.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "-m", "exogym.distributed", "--json", "measured.json")
@@ -154,12 +156,13 @@ measured = Network.of("measured.json")
 print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 1e6, 2).seconds:.1f} ms")
 
 # %% [markdown]
-# `exogym advise --network measured.json --parameters 124M --nodes 2 --step-seconds 0.8` now describes *your* machines.
+# `exogym advise --network measured.json --parameters 124M --nodes 2 --step-seconds 0.8` now makes predictions for
+# *your* machines.
 #
 # ## A second computer
 #
-# The second computer needs SSH from here without a password, the same versions of Python packages, and your script's
-# folder (`sync=True` copies it). Put its address into the hosts file:
+# You must be able to log in to the second computer by SSH without a password. It needs the same versions of Python
+# packages and your script's folder, which `sync=True` copies. Put its address into the hosts file:
 #
 # ```
 # {
@@ -168,18 +171,21 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 # }
 # ```
 #
-# Traffic between hosts is not encrypted, so use a network that you trust. `exogym wizard` does all of this.
+# Traffic between hosts is not encrypted, so use a network that you trust. `exogym wizard` does all of these steps for
+# you.
 #
 # ## Change something
 #
-# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? See `runs/`.
+# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes does each of them hold? The answer
+# is in `runs/`.
 #
 # ## A question
 #
 # Why does a script for `NetworkTrainer` call `torch.manual_seed(0)` before it makes the model, although all processes
 # receive rank 0's weights?
 #
-# **Answer.** Only weights that differ are sent. With the same seed all processes make the same weights.
+# **Answer.** Rank 0 sends only the weights that differ. With the same seed, all processes create the same weights, so
+# nothing has to be sent.
 #
 # ## Where to go from here
 #

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Comparing strategies
 #
-# Compare strategies over several seeds, and see how H and differences between the nodes' data change the loss.
+# Compare strategies over several seeds, and see how the loss depends on H and on differences between the nodes' data.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -29,8 +29,8 @@ from exogym.strategy.registry import STRATEGIES
 # %% [markdown]
 # ## Available strategies
 #
-# Every strategy has a short name, for `compare` and for the command line. `diloco:H=20:outer_lr=0.4` means
-# `DiLoCoStrategy(H=20, outer_lr=0.4)`. [The table of strategies](../docs/strategies.md) has equations and papers.
+# Every strategy has a short name for `compare` and the command line. For example, `diloco:H=20:outer_lr=0.4` means
+# `DiLoCoStrategy(H=20, outer_lr=0.4)`. The page on [strategies](../docs/strategies.md) lists equations and papers.
 
 # %%
 print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6]))
@@ -39,9 +39,9 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 # %% [markdown]
 # ## A comparison
 #
-# With the same seed, all strategies start from the same weights and see the same data in the same order. `single` is
-# one of the four nodes alone with its share of the data; a strategy that communicates must beat it. We use two seeds,
-# but use five for real decisions.
+# For each seed, all strategies start from the same weights and see the same data in the same order. `single` is one of
+# the four nodes training alone on its share of the data, and a strategy that communicates should beat it. We use two
+# seeds here, but use at least five for real decisions.
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
@@ -68,8 +68,8 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # %% [markdown]
 # ## The interval between synchronizations
 #
-# How long may nodes train alone? `iid` gives all nodes the same mix of digits. With `dirichlet:0.3` each node mostly
-# sees a few of the ten digits.
+# For how many steps can nodes train without synchronizing? With `iid`, all nodes see the same mix of digits. With
+# `dirichlet:0.3`, each node sees mostly a few of the ten digits.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -95,23 +95,25 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # %% [markdown]
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
-# Here the best H is in the middle. With H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots, and
-# a large H costs more if the nodes' data differ. This holds for this problem, this learning rate and
-# 120 steps. [Evidence](../docs/evidence.md#shakespeare) has longer runs on text.
+# Here, a medium H is best. With H = 1, the outer momentum overshoots, because it was designed for rounds of hundreds of
+# steps. A large H increases the loss, especially if the nodes' data differ. These results apply to this problem, this
+# learning rate and 120 steps; [Evidence](../docs/evidence.md#shakespeare) has longer runs on text.
 #
-# On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
+# To run such a comparison from the command line, use `exogym compare --dataset digits --strategies
+# single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
 #
 # ## Change something
 #
-# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which strategy tolerates rare
+# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which of the two tolerates rare
 # synchronizations better?
 #
 # ## A question
 #
-# SPARTA with `p_sparta=0.01` sends one number in a hundred in each step. Why isn't its reduction 100?
+# SPARTA with `p_sparta=0.01` sends one number in a hundred at each step. Why isn't its reduction 100?
 #
-# **Answer.** At the end the nodes still differ, so they average all parameters once to get one model. The 120 steps
-# send 1.2 P numbers, and this final synchronization P more: 120 / 2.2 = 55. `fit(final_sync=False)` omits it.
+# **Answer.** The nodes still differ at the end of the run, so they average all P parameters once to get a single model.
+# The 120 steps send 1.2 P numbers and this final synchronization sends P more, so the reduction is 120 / 2.2 = 55. To
+# leave the final synchronization out, pass `fit(final_sync=False)`.
 #
 # ## Next
 #

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Endless streams
 #
-# Tokenize a folder of texts into files, train four nodes on an endless stream with two strategies, kill the training,
-# and continue it with the next example.
+# Tokenize a folder of texts into files, train four nodes on an endless stream with two strategies, kill a run, and
+# resume it at the next example.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extras `[language,examples]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -36,7 +36,8 @@ from exogym.models.gpt import CharGPT
 # %% [markdown]
 # ## A folder of texts
 #
-# Skip this cell if you have your own folder. We split Shakespeare's works into 40 files, four of them for validation.
+# Skip this cell if you have your own folder. We split Shakespeare's works into 40 files, and hold four of them out for
+# validation.
 
 # %%
 works = shakespeare().text
@@ -49,7 +50,8 @@ for i in range(40):
 # %% [markdown]
 # ## Tokenize into files
 #
-# We train a small tokenizer on the texts. For a real model, use its own: `AutoTokenizer.from_pretrained`.
+# We train a small tokenizer on the texts. For a real model, load the model's own tokenizer with
+# `AutoTokenizer.from_pretrained`.
 
 # %%
 tokenizer = ByteLevelBPETokenizer()
@@ -69,10 +71,11 @@ for folder in ("texts", "held_out"):
 # %% [markdown]
 # ## An endless stream
 #
-# An example is a block of 32 tokens from a random place. ExoGym needs a fixed order, so the place depends only on the
-# example's number. With `state_dict` and `load_state_dict`, a resumed run does not read the earlier examples again.
+# Each example is a block of 32 tokens from a random position. Because ExoGym needs a fixed order, the position depends
+# only on the example's number. `state_dict` and `load_state_dict` let a resumed run continue without rereading earlier
+# examples.
 #
-# The class is in a file because we start a second Python process later.
+# We write the class to a file because a second Python process will use it later.
 
 # %%
 Path("blocks.py").write_text("""
@@ -108,9 +111,9 @@ print(f"{len(stream.tokens):,} places, and no end")
 # %% [markdown]
 # ## Two strategies
 #
-# Each run reads the stream from its start, and example k goes to node k mod 4. The blocks are random already, so ExoGym
-# need not shuffle them. Evaluations use held-out texts. DiLoCo averages every ten steps, without outer momentum, for
-# which 20 averages are too few.
+# Each run reads the stream from its start, and example k goes to node k mod 4. We turn shuffling off, because the
+# blocks are random already, and evaluate on the held-out texts. DiLoCo averages every ten steps. We use no outer
+# momentum, because 20 averages are too few for it.
 
 
 # %%
@@ -140,7 +143,7 @@ figure.savefig("tutorial_streams.png", dpi=80)
 #
 # ## Kill the run, and continue
 #
-# A second Python process trains and saves a checkpoint every 20 steps. We kill it after a checkpoint.
+# A second Python process trains and saves a checkpoint every 20 steps. We kill it after the first checkpoint.
 
 # %%
 Path("train.py").write_text("""
@@ -176,7 +179,8 @@ print("killed:", process.returncode == -signal.SIGKILL)
 # > killed: True
 
 # %% [markdown]
-# Rerun the command to continue, here in two processes. Then we train once without an interruption.
+# To resume the run, rerun the command. Here we resume it in two processes, and then train once without interruption to
+# compare.
 
 # %%
 continued, undisturbed = train("killed", 2), train("undisturbed", 1)
@@ -184,23 +188,24 @@ print("the same bits:", continued == undisturbed)
 # > the same bits: True
 
 # %% [markdown]
-# The checkpoint holds the position in the stream, so each example was used once, as without the kill.
+# Because the checkpoint contains the position in the stream, every example was used exactly once, as in the run without
+# interruption.
 #
 # ## On your own data
 #
-# [Data from files and streams](../docs/data.md) has the other sources: Hugging Face's streaming data sets, webdataset,
-# torchdata, tar files. It also has the rules about order, shuffling and memory. On several computers, give the same
-# stream to a `NetworkTrainer`: every computer reads the files and takes its nodes' examples.
+# [Data from files and streams](../docs/data.md) describes other sources (Hugging Face's streaming data sets,
+# webdataset, torchdata, tar files) and the rules for order, shuffling and memory. To train on several computers, pass
+# the same stream to a `NetworkTrainer`: each computer reads the files and keeps its own nodes' examples.
 #
 # ## Change something
 #
 # Remove `state_dict` and `load_state_dict` from `blocks.py`. Is the resumed run still bitwise identical? What does it
-# do first?
+# do before it trains?
 #
 # ## A question
 #
-# `RandomBlocks` sets a generator for each example. Why not one generator for the whole iteration, as in
-# `random.Random(0)`?
+# `RandomBlocks` seeds a new generator for each example. Why doesn't it use a single generator for the whole iteration,
+# such as `random.Random(0)`?
 #
-# **Answer.** One generator also gives a fixed order, so it is allowed. But `state_dict` would then have to save the
-# generator's state; otherwise a resumed run reads all earlier examples again.
+# **Answer.** A single generator would be allowed, because it gives a fixed order too. But then `state_dict` would have
+# to save the generator's state; otherwise a resumed run would reread all earlier examples.

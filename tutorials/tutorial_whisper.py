@@ -13,12 +13,12 @@
 # %% [markdown]
 # # Fine-tune Whisper on your voice
 #
-# Teach Whisper unfamiliar voices and words with your own recordings, on one or several computers. This tutorial shows
-# every step with a *tiny random model that understands nothing*; one line replaces it with the real model.
+# Teach Whisper unfamiliar voices and words with your own recordings, on one or several computers. So that this tutorial
+# runs quickly, it uses a *tiny random model that understands nothing*. To use a real model, change one line.
 #
-# You need ExoGym [installed](../docs/getting_started.md#install), its extras `[whisper,examples]`, and the program
-# `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which reads texts aloud. Read [Four nodes on
-# your laptop](tutorial_basic.py) first.
+# You need ExoGym [installed](../docs/getting_started.md#install) with its extras `[whisper,examples]`, and the program
+# `espeak-ng`, which reads texts aloud (`apt-get install espeak-ng`, `brew install espeak-ng`). Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 from pathlib import Path
@@ -36,7 +36,8 @@ RECORDINGS = None  # None: espeak-ng reads Shakespeare aloud; "recordings": your
 # %% [markdown]
 # ## Clips and their texts
 #
-# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`.
+# To use your own recordings, make a folder with the sound files and a `manifest.csv` with the columns `audio` and
+# `text`.
 
 # %%
 options = {"weights": WEIGHTS, "lines": 24, "held_out": 6}
@@ -54,7 +55,7 @@ left.set(title=text, xlabel="1/100 s", ylabel="pitch")
 # %% [markdown]
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains and sends only these.
+# **LoRA** adds two narrow matrices to each matrix of a layer. Only these are trained and sent.
 
 
 # %%
@@ -67,12 +68,12 @@ print(f"an average moves {4 * trained_numbers(everything):,} bytes, with LoRA {4
 # > an average moves 411,520 bytes, with LoRA 36,864
 
 # %% [markdown]
-# For tiny.en an average moves 151 MB, with LoRA 2.2 MB.
+# For tiny.en, an average moves 2.2 MB with LoRA instead of 151 MB.
 #
 # ## Fine-tune on two nodes
 #
-# The two nodes average every eight steps (DiLoCo with outer rate 1 and no momentum, because fine-tuning has too few
-# rounds for momentum). We train the whole random model.
+# The two nodes average every eight steps. We use DiLoCo with outer rate 1 and no momentum, because fine-tuning has too
+# few rounds for momentum, and train all parameters of the random model.
 
 # %%
 trainer = LocalTrainer(everything, task.train, task.val)
@@ -91,12 +92,12 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # %% [markdown]
 # ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
-# Check the word error rate too. With tiny.en and 96 lines it fell from 39 % to 23 %
+# Look at the word error rate too. With tiny.en and 96 lines, it fell from 39 % to 23 %
 # ([measured](../docs/evidence.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
 #
-# tiny.en with LoRA sends 540,672 numbers. On a laptop a step of two clips takes about a second.
+# With LoRA, tiny.en sends 540,672 numbers. On a laptop, a step of two clips takes about a second.
 
 # %%
 for network in ("wifi", "home"):
@@ -111,7 +112,7 @@ for network in ("wifi", "home"):
 # %% [markdown]
 # ## Save the model
 #
-# `save_pretrained` merges the narrow matrices into the model and writes a folder for transformers.
+# `save_pretrained` merges LoRA's matrices into the model, and writes a folder that transformers can open.
 
 # %%
 model.save_pretrained("better")
@@ -125,16 +126,16 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first command trains on this computer, the second also on other computers. [Fine-tuning
+# The first command trains on this computer, and the second on other computers too. [Fine-tuning
 # Whisper](../docs/fine_tuning.md#whisper) describes all options.
 #
 # ## Change something
 #
-# Set `H=1`, then `H=40`. How do the loss and `tx_bytes` change?
+# Set `H=1`, and then `H=40`. How do the loss and `tx_bytes` change?
 #
 # ## A question
 #
-# Why is the window only one second longer than the longest clip, although Whisper was made for windows of 30 seconds?
+# Whisper was made for windows of 30 seconds. Why is the window here only one second longer than the longest clip?
 #
-# **Answer.** The encoder computes over the whole window, so a clip of 3 s in a window of 30 s wastes most of the work.
-# The removed positions are fixed sinusoids, so nothing must be learned again.
+# **Answer.** The encoder processes the whole window, so most of the work on a 3 s clip in a 30 s window is wasted.
+# Nothing must be relearned in a shorter window, because the removed positions are fixed sinusoids.
