@@ -295,7 +295,8 @@ def verdict_of(path: Path) -> Row:
         )
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
-    looks = looks_of(list(labels), are_strategies=kind == "comparison")
+    losses = {row.get("cell", row["strategy"]): row["val_loss"] for row in found.rows} if found else {}
+    looks = looks_of(labels, losses if kind == "sweep" else None)
     colors = {label: [look.color, look.dark, look.dash] for label, look in looks.items()}
     if found is None:
         return {"rows": [], "verdict": "", "members": members, "colors": colors}

@@ -218,7 +218,7 @@ def test_a_row_has_a_curve_of_its_loss(browser: Any) -> None:
     to(browser, "#/")
     browser.find_element("id", "inside").click()
     drawn = (
-        "[...document.querySelectorAll('.spark canvas')].map(c =>"
+        "[...document.querySelectorAll('span.later canvas')].map(c =>"
         " c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(x => x))"
     )
     assert all(until(browser, drawn, lambda found: len(found) >= 4))

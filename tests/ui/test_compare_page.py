@@ -102,26 +102,57 @@ def test_a_sweep_names_its_cells(browser: Any, folder: Path) -> None:
     assert set(names) == {f"H={H}, lr={lr}" for H in (2, 5) for lr in ("0.001", "0.01")}
     best = until(browser, "[...document.querySelectorAll('td.cell.best')].map(c => c.textContent)")
     assert len(best) == 1 and best[0].endswith(" best")
+    verdict = until(browser, "document.getElementById('verdict')?.textContent")
+    lowest = min((row for row in runs.load(folder / "swept").rows), key=lambda row: row["val_loss"])
+    assert verdict == f"Best cell: {lowest['cell']}, with a validation loss of {lowest['val_loss']:.4f}."
+    scale = browser.execute_script("return document.querySelector('.scale').parentElement.textContent")
+    assert scale.split(": ")[1].startswith(f"{lowest['val_loss']:.4f}")
+    hues = "[...document.querySelectorAll('td.filled')].map(c => getComputedStyle(c).backgroundColor)"
+    assert all(int(b) >= int(r) for r, _, b in (x[4:-1].split(",") for x in browser.execute_script(f"return {hues}")))
     browser.execute_script("document.querySelector('td.cell.best').focus()")  # the other curves fade
     assert browser.execute_script("return document.querySelector('.chart').plot.series.some(s => s._focus)")
+
+
+def test_of_many_cells_the_best_have_colors_and_numbers_are_in_order(browser: Any, folder: Path) -> None:
+    axes = {"H": [10, 5, 3, 2, 4], "lr": [1e-3, 1e-2]}
+    sweep("digits", axes, seeds=1, max_steps=20, num_nodes=2, processes=1, out=folder / "many")
+    to(browser, "#/")
+    until(browser, "[...document.querySelectorAll('tbody a')].some(a => a.textContent === 'digits, sweep of 10 runs')")
+    winner = "[...document.querySelectorAll('td.name small')].map(s => s.textContent).filter(t => t.startsWith('Best'))"
+    ranked = sorted(runs.load(folder / "many").rows, key=lambda row: row["val_loss"])
+    assert f"Best cell: {ranked[0]['cell']}" in until(browser, winner, lambda found: len(found) == 2)
+    to(browser, "#/compare/many")
+    curves = "(document.querySelector('.chart').curves ?? []).map(c => [c.label, c.faint ?? false])"
+    found = until(browser, curves, lambda found: len(found) == 11)
+    strong = [label for label, is_faint in found if not is_faint][:-1]  # the last is the target
+    assert set(strong) == {row["cell"] for row in ranked[:5]} and all(is_faint for _, is_faint in found[:5])
+    spans = browser.find_elements("css selector", ".figures > .chart .legend span:not(.mark)")
+    legend = [span.text for span in spans]
+    assert legend[:5] == strong and legend[-1] == "gray: 5 more"
+    assert strong == sorted(strong, key=lambda text: [float(part.split("=")[1]) for part in text.split(", ")])
 
 
 def test_two_runs_show_first_what_differs(browser: Any) -> None:
     to(browser, "#/compare/mine%2Fddp-seed-0&mine%2Fdiloco-H-5-seed-0")
     cells = "[...document.querySelectorAll('#differences tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
     rows = {row[0]: row[1:] for row in until(browser, cells, lambda found: len(found) > 4)}
-    assert rows["strategy.name"] in (
-        ["SimpleReduceStrategy", "DiLoCoStrategy"],
-        ["DiLoCoStrategy", "SimpleReduceStrategy"],
-    )
-    assert "seed" not in rows and {"strategy.H", "validation loss", "sent per node", "time trained"} <= rows.keys()
+    assert rows["strategy"] == ["ddp", "diloco"] and rows["H"] == ["\u2013", "5"]
+    assert "seed" not in rows and {"validation loss", "sent per node", "time trained"} <= rows.keys()
+    assert browser.execute_script("return document.querySelector('#main h2').textContent") == "DDP and DiLoCo (H=5)"
+    verdict = until(browser, "document.getElementById('verdict').textContent")
+    assert verdict.startswith("DiLoCo (H=5) needs ") and "x fewer bytes for the same loss (" in verdict
+    ends = {name: float(rows["validation loss"][k]) for k, name in enumerate(("DDP", "DiLoCo (H=5)"))}
+    low, high = min(ends.values()), max(ends.values())
+    assert f"({high:.4f})" in verdict
+    assert "alike" in verdict if high - low < 0.01 * high else f"ends {100 * (1 - low / high):.0f} % lower" in verdict
+    assert not any("SimpleReduce" in text for text in rows["strategy"])
     top = browser.execute_script("return document.querySelector('#differences').getBoundingClientRect().bottom")
     assert top < browser.execute_script("return document.querySelector('.chart').getBoundingClientRect().top")
     to(browser, "#/compare/mine")
     assert until(browser, "document.querySelector('#differences')?.hidden")
 
 
-def test_an_address_shows_the_same_again(browser: Any) -> None:
+def test_an_address_shows_the_same_again(browser: Any, folder: Path) -> None:
     to(browser, "#/compare/mine")
     until(browser, "document.querySelector('#group option[value=\"seed\"]') !== null")
     browser.find_element("css selector", "#group option[value=seed]").click()
@@ -139,6 +170,11 @@ def test_an_address_shows_the_same_again(browser: Any) -> None:
     browser.get(f"{browser.home}#/?text=ddp&state=done&inside=1")
     names = "[...document.querySelectorAll('tbody a')].map(a => a.textContent)"
     assert set(until(browser, names)) == {"digits, 2 strategies", "ddp-seed-0", "ddp-seed-1"}
+    winner = until(browser, "[...document.querySelectorAll('td.name small.later')].map(s => s.textContent)[0]")
+    assert winner.startswith("Fewest bytes: DiLoCo (H=5), ") and "of DDP's" in winner
+    best = min(runs.load(folder / "mine").rows, key=lambda row: row["val_loss"])
+    loss = "document.querySelector('td[data-head=loss] .later').textContent"
+    assert browser.execute_script(f"return {loss}") == f"{best['val_loss']:.3f} \u00b1 {best['val_loss_std']:.3f}"
     assert browser.execute_script("return document.getElementById('filter').value") == "ddp"
 
 

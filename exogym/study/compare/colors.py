@@ -13,8 +13,9 @@ name, a hash of the name chooses the color. The run `single` is gray. Strategies
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ ON_DARK = ("#56A8E8", "#EE8A45", "#2FC79A", "#DD9AC0", "#8FD0FF", "#F0C24B", "#F
 GRAY = "#7F7F7F"
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.2), (5, 1.5, 1, 1.5), (9, 3))
 MOST_COLORED = 8  # curves of a picture; the rest is gray
+BEST = 5  # colored cells of a sweep with many cells
 # Strategies that are often compared follow each other, so that their colors differ.
 ORDER = (
     *("ddp", "diloco", "sparta", "fedavg", "demo", "streaming_diloco", "sparta_diloco"),
@@ -66,17 +68,25 @@ def look_of(label: str) -> Look:
     return Look(COLORS[number % len(COLORS)], ON_DARK[number % len(COLORS)])
 
 
-def looks_of(labels: Iterable[str], are_strategies: bool = True) -> dict[str, Look]:
+def looks_of(labels: Iterable[str], losses: Mapping[str, float | None] | None = None) -> dict[str, Look]:
     """Return a dict from label to `Look` for one picture. Curves with the same color get different dashes.
 
-    Strategies have the same color in all pictures; other labels, such as a sweep's cells, take the colors in turn.
+    Args:
+        losses: given if the labels are a sweep's cells. If there are more than seven cells, only the five with
+            the lowest losses have colors; the others are gray.
+
+    >>> looks = looks_of("987654321", {label: float(label) for label in "987654321"})
+    >>> [label for label, look in looks.items() if look is GRAYED], looks["1"].color
+    (['9', '8', '7', '6'], '#0072B2')
     """
     labels = list(labels)
-    if are_strategies:
+    if losses is None:
         return dict(zip(labels, each_look(labels), strict=True))
-    rounds = [divmod(k, len(COLORS)) for k in range(len(labels))]
-    looks = [Look(COLORS[k], ON_DARK[k], DASHES[turn % len(DASHES)]) for turn, k in rounds]
-    return dict(zip(labels, looks, strict=True))
+    known = {label: x for label, x in losses.items() if x is not None}
+    colored = labels
+    if len(labels) > len(COLORS):
+        colored = sorted(labels, key=lambda label: known.get(label, math.inf))[:BEST]
+    return dict.fromkeys(labels, GRAYED) | dict(zip(colored, map(Look, COLORS, ON_DARK), strict=False))
 
 
 def each_look(labels: Iterable[str]) -> list[Look]:

@@ -2,17 +2,18 @@
 
 import {
   actionsOf, address, againLink, bytes, figure, find, followed, get, heading, isNumber, look, make, notes, POLL_MS, seconds, share, store,
-  optionsOf, table, toAddress,
+  optionsOf, table, titled, toAddress,
 } from "./base.js";
 import { axisChoice, draw, markOf, places, TABS } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
+import { byBytes, byLoss, byName, labelOfRow, spread, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
 
-const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360;
-const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a";
+const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360, AT_ONCE = 4;
+const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a", FAINT = "#7F7F7F";  // FAINT: the color of a sweep's cells after the best
 const TITLES = { [LOSS]: "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
 const ENDS = { [LOSS]: ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
-const OF_OTHERS = new Set(["strategy", "total_steps"]);  // other options say the same
+const OF_OTHERS = new Set(["strategy.name", "total_steps"]);  // other options say the same
 const RUNS = "", STRATEGY = "strategy", SKIPPED = new Set(["model", "data", "placement", "chosen", "shared"]);
 
 // The mean of several runs at the steps that all of them have, with the lowest and the highest.
@@ -33,9 +34,6 @@ function level(loss, curves, { logx }) {
   return { label: `target ${figure(loss)}`, x: [Math.min(...all), Math.max(...all)], y: [loss, loss], color: GRAY, dash: [2, 2] };
 }
 
-const labelOfRow = (row) => row.cell ?? row.strategy;
-const titleOfRow = (row) => row.title ?? labelOfRow(row);
-const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
 // The bytes or seconds to the target loss, or how many runs reached it.
 const reached = (row, value, form) => (isNumber(value) ? form(value) : row.target_runs ? `in ${row.target_runs} of ${row.seeds} runs` : "not reached");
 const RESULTS = [  // title and text
@@ -45,9 +43,6 @@ const RESULTS = [  // title and text
   ["time to target", (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
   ["predicted time", (row) => seconds(row.time_s)],
 ];
-// Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
-const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, row.val_loss ?? Infinity];
-const byBytes = (a, b) => rank(a).map((x, k) => x - rank(b)[k]).find((x) => x) ?? 0;
 
 // The points that no other point beats in both x and y, from left to right.
 function frontOf(points) {
@@ -59,7 +54,7 @@ export function comparePage(main, names) {
   const wanted = new Set(names), own = names.length === 1 ? notes(names[0]) : null;
   const { holders, box: charts } = places(Object.keys(TITLES)), front = places([FRONT]), body = make("tbody");
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
-  const head = own ? heading(names[0]) : make("h2", {}, `Compare ${names.join(", ")}`);
+  const head = own ? heading(names[0]) : make("h2"), titles = new Map(), isSweep = () => own !== null && find(names[0])?.kind === "sweep";
   const cells = make("section", { hidden: true });
   const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: true });
   const results = make("section", { id: "results", hidden: true });
@@ -72,12 +67,14 @@ export function comparePage(main, names) {
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
   for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null && tall !== first });
   const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box), choices);
-  const singles = make("details", { id: "singles", open: own === null }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
+  const singles = make("details", { id: "singles" }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
   const rest = make("div", { hidden: true }, others, singles, own ?? "");
   main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, rest);
 
-  const short = (label) => label.slice(names.length === 1 ? label.lastIndexOf("/") + 1 : 0);
   const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name) || wanted.has(run.name.split("/")[0])));
+  const lastOf = (name) => name.split("/").at(-1), titleOf = (name) => titles.get(name) ?? titled(find(name) ?? { name });
+  // A run's strategy, as everywhere; two runs of one strategy also have their folders' names.
+  const short = (name) => (own ? lastOf(name) : runs().some((run) => run.name !== name && titleOf(run.name) === titleOf(name)) ? `${titleOf(name)} (${lastOf(name)})` : titleOf(name));
 
   const grouping = () => look.group ?? (Object.keys(members).length ? STRATEGY : RUNS);
   const nameOf = (label) => titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label });
@@ -88,7 +85,7 @@ export function comparePage(main, names) {
   function lookOf(label) {
     if (!colors[label]) return {};
     const [light, dark, dash] = colors[label];
-    return { color: matchMedia("(prefers-color-scheme: dark)").matches ? dark : light, dash };
+    return { color: matchMedia("(prefers-color-scheme: dark)").matches ? dark : light, dash, faint: isSweep() && light === FAINT };
   }
 
   // The options that are not the same in all runs.
@@ -97,17 +94,25 @@ export function comparePage(main, names) {
     return names.filter((name) => new Set(all.map((options) => options[name])).size > 1).sort();
   }
 
-  // Show a few chosen runs side by side: their results, and the options that differ.
+  // Say in a sentence what a few chosen runs come to, and show their results and the options that differ side by side.
   function showDifferences() {
-    const all = [...described.keys()].sort((a, b) => names.indexOf(a) - names.indexOf(b));
+    const all = [...described.keys()].sort((a, b) => names.indexOf(a) - names.indexOf(b)), said = all.map(short);
+    if (own === null) head.textContent = all.length > MOST_BESIDE ? `${all.length} runs` : said.join(" and ") || "Compare";
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
-    const row = (title, values) => make("tr", {}, make("td", {}, title), ...values.map((value) => make("td", { class: "number" }, value ?? "")));
-    const ends = Object.entries(ENDS).map(([title, [name, form]]) => row(title, all.map((run) => form(finals.get(run)?.[name]))));
-    const options = differing().filter((name) => !OF_OTHERS.has(name));
+    const sentence = verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })));
+    verdict.hidden = !sentence; verdict.textContent = sentence;
+    const row = (title, values, best) => make("tr", {}, make("th", { scope: "row" }, title), ...values.map((value, k) => make("td", { class: `number${k === best ? " best" : ""}` }, value ?? "")));
+    const ends = Object.entries(ENDS).map(([title, [name, form]]) => {
+      const values = all.map((run) => finals.get(run)?.[name]), least = Math.min(...values.filter(isNumber));
+      return row(title, values.map((value) => form(value)), values.filter((value) => value === least).length === 1 ? values.indexOf(least) : -1);
+    });
+    const options = differing().filter((name) => !OF_OTHERS.has(name)), first = (name) => !name.startsWith("strategy");
+    options.sort((a, b) => first(a) - first(b));
     const same = options.length ? "" : make("p", {}, "These runs have the same options.");
-    differences.replaceChildren(make("h3", {}, "What differs"), same, table([["", false], ...all.map((run) => [short(run), true])],
-      make("tbody", {}, ...options.map((name) => row(name, all.map((run) => described.get(run)[name]))), ...ends)));
+    const links = all.map((run, k) => [make("a", { href: `#/run/${address(run)}`, title: run }, said[k]), true]);
+    differences.replaceChildren(make("h3", {}, "What differs"), same, table([["", false], ...links],
+      make("tbody", {}, ...ends, ...options.map((name) => row(name.replace(/^strategy\./, ""), all.map((run) => described.get(run)[name] ?? "\u2013"))))));
   }
 
   // Offer each option that differs between the runs.
@@ -128,7 +133,8 @@ export function comparePage(main, names) {
     const seeds = Math.max(0, ...[...lists.values()].map((each) => each.length));
     for (const [title, column] of Object.entries(TITLES)) {
       if (title !== LOSS && !others.open) continue;
-      const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column, axis), ...(byStrategy ? lookOf(label) : {}) }));
+      const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column, axis), ...(byStrategy || own === null ? lookOf(label) : {}) }));
+      found.sort((a, b) => Boolean(b.faint) - Boolean(a.faint) || byName(a.label, b.label));
       if (title === LOSS && byStrategy && isNumber(target)) found.push(level(target, found, view));
       const said = title === LOSS ? `Validation loss over ${TABS[axis].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
       draw(holders[title], said, found, title === LOSS ? view : { ...view, logy: false });
@@ -167,8 +173,18 @@ export function comparePage(main, names) {
   }
 
   async function showVerdict() {
-    if (own === null) return;
-    const found = await get(`/api/runs/${address(names[0])}/verdict`), [, sentence, rest] = (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
+    if (own === null) {
+      for (const parent of new Set(names.filter((name) => name.includes("/") && !titles.has(name)).map((name) => name.split("/")[0]))) {
+        const { members = {}, rows = [], colors: looks } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
+        for (const [name, label] of Object.entries(members)) {
+          titles.set(name, titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label }));
+          if (looks[label][0] !== FAINT) colors[titles.get(name)] = looks[label];
+        }
+      }
+      return;
+    }
+    const found = await get(`/api/runs/${address(names[0])}/verdict`), best = isSweep() && winnerOf(found, "sweep", true);
+    const [, sentence, rest] = best ? ["", `${best}.`, found.verdict] : (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
     members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? []; target = found.target_loss;
     verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
     further.hidden = !rest; verdict.classList.toggle("none", /^No strategy/.test(sentence ?? ""));
@@ -177,7 +193,7 @@ export function comparePage(main, names) {
   }
 
   async function showGrid() {
-    if (own === null || find(names[0])?.kind !== "sweep") return;
+    if (!isSweep()) return;
     const found = await get(`/api/runs/${address(names[0])}/grid`);
     const fill = () => cells.replaceChildren(...grid(found, fill, (label) => first.focusOn?.(label && nameOf(label))));
     cells.hidden = !found.cells;
@@ -186,27 +202,33 @@ export function comparePage(main, names) {
 
   async function poll() {
     try {
-      await showVerdict();
-      for (const run of runs().slice(0, MOST_CURVES)) {
+      await showVerdict(); await showGrid();
+      const places = new Map([...rows].sort(byLoss).map((row, k) => [labelOfRow(row), k])), placeOf = (run) => places.get(members[run.name]) ?? places.size;
+      const shown = runs().sort((a, b) => placeOf(a) - placeOf(b)).slice(0, MOST_CURVES);
+      const load = async (run) => {
         if (!described.has(run.name)) {
           const { description = {}, strategy, summary } = await get(`/api/runs/${address(run.name)}`).catch(() => ({}));
           described.set(run.name, { ...Object.fromEntries(optionsOf(description).filter(([key]) => !SKIPPED.has(key)).map(([, option, text]) => [option, text])), strategy });
           finals.set(run.name, summary);
         }
         const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
-        if (!known.more && known.state === run.state && run.state !== "running") continue;
+        if (!known.more && known.state === run.state && run.state !== "running") return;
         const found = await known.next().catch(() => ({ more: false }));  // the run's row gives the reason
         curves.set(run.name, { ...known, ...found, state: run.state });
+      };
+      for (let k = 0; k < shown.length && !gone; k += AT_ONCE) {
+        await Promise.all(shown.slice(k, k + AT_ONCE).map(load));
+        show();
       }
       if (own !== null) {
         const found = await get(`/api/runs/${address(names[0])}`);
         actions.show(found.actions); again.show(found); head.fill(found); own.fill(found);
       }
-      const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
+      const all = runs().length, few = all > curves.size ? `, showing curves of ${rows.length ? "the best" : "the first"} ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
       const missing = own ? [] : names.filter((name) => !find(name)), not = missing.length ? `; found no ${missing.join(", ")}` : "";
       at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}${not}` : "No runs of this name yet.";
-      if (!gone) { show(); await showGrid(); }
+      if (!gone) show();
     } catch (error) { at.textContent = error.message; }
     const more = [...curves.values()].some((curve) => curve.more);
     if (!gone) timer = setTimeout(poll, more ? 0 : 2 * POLL_MS);

@@ -145,7 +145,7 @@ function named({ ctx, bbox, valToPos }, { label, lists: [[x], [y]] }, color) {
 }
 
 function begin(holder, title, data) {
-  const { curves: shown, view } = holder, text = getComputedStyle(document.body).color, tall = holder.tall ?? HEIGHT;
+  const { curves: shown, view } = holder, strong = shown.filter((curve) => !curve.faint), text = getComputedStyle(document.body).color, tall = holder.tall ?? HEIGHT;
   const inBytes = title.startsWith("bytes"), ofX = (x) => (view.axis === "tx_bytes" ? bytes(x) : short(x));
   const ofY = (y) => (inBytes ? bytes(y) : short(y));
   const [line, back] = ["--line", "--back"].map((name) => getComputedStyle(document.documentElement).getPropertyValue(name));
@@ -154,7 +154,7 @@ function begin(holder, title, data) {
   const marks = (form) => (_, found) => found.map((value) => (value === null ? "" : form(value)));
   const series = shown.flatMap((curve) => {
     const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
-    const main = { label: curve.label, stroke: curve.color, width: 1.8, spanGaps: true,
+    const main = { label: curve.label, stroke: curve.faint ? `${curve.color}77` : curve.color, width: curve.faint ? 1 : 1.8, spanGaps: true,
       points: { show: curve.lists[0].length < 2, size: 11, width: 2, fill: curve.dash.length ? back : curve.color },
       dash: curve.dash.map((part) => 1.8 * part) };
     return curve.band ? [main, { ...edge, label: `${curve.label}, low` }, { ...edge, label: `${curve.label}, high` }] : [main];
@@ -172,10 +172,11 @@ function begin(holder, title, data) {
       button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[view.axis], holder.curves))),
     make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
       (head) => make("th", { scope: "col" }, head)))), values)));
-  const legend = make("p", { class: "legend", hidden: holder.plain || shown.length < 2 || shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, markOf(curve), curve.label)));
+  const legend = make("p", { class: "legend", hidden: holder.plain || shown.length < 2 || strong.length > MOST_NAMED }, ...strong.map((curve) => make("span", {}, markOf(curve), curve.label)),
+    strong.length < shown.length ? make("span", { class: "soft" }, `gray: ${shown.length - strong.length} more`) : "");
   holder.replaceChildren(make("h3", {}, title), legend, picture, said, reset, tools);
 
-  const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([, y]) => y !== null).slice(0, MOST_NAMED);
+  const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([curve, y]) => y !== null && !curve.faint).slice(0, MOST_NAMED);
   function point(k) {
     tip.hidden = k === null || k === undefined;
     if (tip.hidden) return;
@@ -189,11 +190,11 @@ function begin(holder, title, data) {
     scales: { x: { time: false, ...scaled(view.logx) }, y: scaled(view.logy) },
     axes: [{ ...style, size: 34, labelSize: 20, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...ticks(view.logy) }],
     series: [{ label: AXES[view.axis] }, ...series],
-    bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
+    bands: strong.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {
       drawClear: [(self) => areas(self, holder.spans ?? [], text)],
       draw: [(self) => holder.curves.forEach((curve) => {
-        if (curve.band && curve.lists[0].length === 1) bar(self, curve);
+        if (curve.band && !curve.faint && curve.lists[0].length === 1) bar(self, curve);
         if (curve.named) named(self, curve, text);
       })],
       setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],

@@ -1,22 +1,21 @@
 // A sweep's cells as tables, colored by loss.
 
-import { figure, isNumber, make, table } from "./base.js";
+import { figure, isNumber, make, scaleBar, table } from "./base.js";
+import { spread } from "./verdict.js";
 
 const look = { rows: "", columns: "" };
 
-function spread(cell) {
-  const missing = cell.seeds < cell.wanted ? ` (${cell.seeds} of ${cell.wanted} seeds)` : "";
-  if (!isNumber(cell.loss)) return `${cell.seeds} of ${cell.wanted} seeds`;
-  return figure(cell.loss) + (isNumber(cell.loss_std) ? ` \u00b1 ${figure(cell.loss_std)}` : "") + missing;
-}
+const said = (cell) => [spread(cell, "loss", figure), cell.seeds < cell.wanted ? `(${cell.seeds} of ${cell.wanted} seeds)` : ""].join(" ").trim();
 
-// Blue is a low loss. The text is dark in the light and the dark theme.
+// Strong blue is a low loss. The text is dark in the light and the dark theme.
+const colorAt = (part) => `hsl(210 ${75 - 25 * part}% ${66 + 28 * part}%)`;
+
 function coloured(cell, low, high, best, point) {
   const found = make("td", { class: `number cell${cell.cell === best ? " best" : ""}`, tabindex: "0", onmouseenter() { point(cell.cell); },
-    onmouseleave() { point(null); }, onfocus() { point(cell.cell); }, onblur() { point(null); } }, spread(cell), cell.cell === best ? make("strong", {}, " best") : "");
+    onmouseleave() { point(null); }, onfocus() { point(cell.cell); }, onblur() { point(null); } }, said(cell), cell.cell === best ? make("strong", {}, " best") : "");
   if (isNumber(cell.loss)) {
     const part = high > low ? (Math.log(Math.max(cell.loss, 1e-12)) - low) / (high - low) : 0;
-    found.style.background = `hsl(${205 - 175 * part} 70% ${84 - 16 * part}%)`;
+    found.style.background = colorAt(part);
     found.classList.add("filled");
   }
   return found;
@@ -29,7 +28,7 @@ export function grid(found, again, point) {
   const of = (cell) => coloured(cell, low, high, found.best, point);
   const axes = Object.keys(found.axes).filter((name) => found.axes[name].length > 1);
   if (!found.is_grid || axes.length < 2) return [];
-  const said = make("p", { class: "soft" }, "Mean validation loss \u00b1 standard deviation over seeds. Blue is low.");
+  const scale = make("p", {}, scaleBar("validation loss, mean \u00b1 standard deviation over seeds:", ...[low, high].map((x) => figure(Math.exp(x))), colorAt));
   if (!axes.includes(look.rows)) [look.rows] = axes;
   if (!axes.includes(look.columns) || look.columns === look.rows) look.columns = axes.find((name) => name !== look.rows);
   const choice = (key, title) => {
@@ -57,6 +56,6 @@ export function grid(found, again, point) {
     const title = Object.entries(one).map(([name, value]) => `${name}=${value}`).join(", ");
     return make("div", {}, make("h3", {}, title), table(heads, make("tbody", {}, ...rows)));
   });
-  return [said, make("div", { class: "bar" }, choice("rows", "Rows "), choice("columns", "Columns ")),
+  return [losses.length ? scale : "", make("div", { class: "bar" }, choice("rows", "Rows "), choice("columns", "Columns ")),
     make("div", { class: "grids" }, ...tables)];
 }

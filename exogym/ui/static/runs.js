@@ -1,14 +1,15 @@
 // The list of runs.
 
 import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, stateOf, store, titled, toAddress } from "./base.js";
+import { byLoss, spread, winnerOf } from "./verdict.js";
 
 const MOST_ROWS = 300, BONES = 8, MOST_POINTS = 60;  // rows at first, rows of the skeleton, points of a sparkline
 const MOST_AT_ONCE = 4, NEWER = 1.05;  // sparklines asked for; a curve is asked for again when it is 5 % longer
 const DEMO = "#/new?line=compare+--strategies+ddp,diloco:H=10,sparta+--nodes+4+--steps+400";
-const [WIDE, HIGH] = [90, 22], sparks = new Map(), open = new Set();
+const [WIDE, HIGH] = [90, 22], known = new Map(), open = new Set();
 let most = MOST_ROWS, asking = 0, waiting = [];
 
-// A small curve of the loss. It is asked for when the row comes into view.
+// A run's small curve and a comparison's verdict are asked for when the row comes into view.
 const seen = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) if (isIntersecting) { seen.unobserve(target); waiting.push(target); }
   next();
@@ -18,17 +19,17 @@ function next() {
   while (asking < MOST_AT_ONCE && waiting.length) fetched(waiting.shift());
 }
 async function fetched(box) {
-  const { run } = box, { step = Infinity } = sparks.get(run.name) ?? {};
+  const { run } = box, { step = Infinity } = known.get(run.name) ?? {};
   if (run.step === step || (run.state === "running" && run.step > step && run.step < NEWER * step)) return;
   asking += 1;
   try {
-    const { records } = await get(`/api/runs/${address(run.name)}/records?node=none&after=-1&most=${MOST_POINTS}`);
-    sparks.set(run.name, { step: run.step, losses: ["val_loss", "train_loss"].map((key) => records.map((row) => row[key]).filter((y) => isNumber(y) && y > 0)).find((all) => all.length > 1)?.map(Math.log) ?? [] });
-    box.replaceChildren(curve(run));
+    const found = await get(`/api/runs/${address(run.name)}/${run.kind === "run" ? `records?node=none&after=-1&most=${MOST_POINTS}` : "verdict"}`), records = found.records ?? [];
+    known.set(run.name, { step: run.step, found, losses: ["val_loss", "train_loss"].map((key) => records.map((row) => row[key]).filter((y) => isNumber(y) && y > 0)).find((all) => all.length > 1)?.map(Math.log) ?? [] });
+    for (const one of document.querySelectorAll(".later")) if (one.run.name === run.name) one.replaceChildren(one.content(run));
   } catch { /* the row says what is wrong */ } finally { asking -= 1; next(); }
 }
 function curve(run) {
-  const losses = sparks.get(run.name)?.losses ?? [];
+  const losses = known.get(run.name)?.losses ?? [];
   if (losses.length < 2) return "";
   const low = Math.min(...losses), high = Math.max(...losses);
   const scale = devicePixelRatio || 1, picture = make("canvas", { width: WIDE * scale, height: HIGH * scale, "aria-hidden": "true" }), brush = picture.getContext("2d");
@@ -38,13 +39,14 @@ function curve(run) {
   brush.stroke();
   return picture;
 }
-function sparkline(run) {
-  if (run.kind !== "run" || run.step === null) return "";
-  const box = make("span", { class: "spark" }, curve(run));
-  box.run = run;
+function later(run, kind, content) {
+  if (run.step === null) return "";
+  const box = Object.assign(make(kind, { class: "later" }, content(run)), { run, content });
   seen.observe(box);
   return box;
 }
+const lossOf = (run) => spread([...(known.get(run.name)?.found.rows ?? [])].sort(byLoss)[0] ?? {}, "val_loss", (loss) => figure(loss, 3));
+const winner = (run) => winnerOf(known.get(run.name)?.found ?? {}, run.kind);
 
 // How far a run is, and about how long it takes yet.
 function progress(run) {
@@ -60,7 +62,7 @@ export const COLUMNS = [
   ["state", "state", (run) => run.state],
   ["strategy", "strategy", (run) => make("span", {}, ...(run.strategy ?? "").split(/(?<=[,:])/).flatMap((part) => [part, make("wbr")]))],
   ["step", "progress", progress, true],
-  ["loss", "loss", (run) => make("span", {}, sparkline(run), run.kind !== "run" && isNumber(run.loss) ? "best " : "", figure(run.loss, 3)), true],
+  ["loss", "loss", (run) => (run.kind === "run" ? make("span", {}, later(run, "span", curve), figure(run.loss, 3)) : later(run, "span", lossOf)), true],
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
   ["wall_s", "time", (run) => seconds(run.wall_s), true],
   ["started_s", "seen", ageOf, true],
@@ -84,7 +86,7 @@ export function cell(run, [key, title, text, number]) {
   if (key === "name") {
     const way = run.kind === "run" ? `#/run/${address(run.name)}` : `#/compare/${encodeURIComponent(run.name)}`, name = titled(run);
     return make("td", { class: `name${run.name.includes("/") ? " child" : ""}`, title: run.reason ?? run.note }, make("a", { href: way }, name),
-      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), name === run.name ? "" : make("small", { class: "soft" }, run.name));
+      ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), name === run.name ? "" : make("small", { class: "soft" }, run.name), run.kind === "run" ? "" : later(run, "small", winner));
   }
   if (key === "state") return make("td", {}, stateOf(run.state));
   return make("td", { class: number ? "number" : "text", "data-head": title }, text(run));

@@ -1,0 +1,52 @@
+// What comparisons, sweeps and chosen runs come to, in words. A loss is the mean over seeds, with its standard deviation.
+
+import { bytes, figure, isNumber } from "./base.js";
+
+const ALIKE = 0.01;  // losses and bytes this close are called alike
+
+export const labelOfRow = (row) => row.cell ?? row.strategy;
+export const titleOfRow = (row) => row.title ?? labelOfRow(row);
+export const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
+const times = (ratio) => `${Number(ratio.toPrecision(ratio < 10 ? 2 : 3))}`;
+
+// Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
+const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, row.val_loss ?? Infinity];
+export const byBytes = (a, b) => rank(a).map((x, k) => x - rank(b)[k]).find((x) => x) ?? 0;
+export const byLoss = (a, b) => (a.val_loss ?? Infinity) - (b.val_loss ?? Infinity);
+
+// By name, with numbers in their order: H=5 before H=10.
+export function byName(a, b) {
+  const [x, y] = [a, b].map((text) => text.split(/(\d[\d.]*(?:e[+-]?\d+)?)/i));
+  const k = x.findIndex((part, at) => part !== y[at]);
+  return k < 0 || y[k] === undefined ? x.length - y.length : (k % 2 && x[k] - y[k]) || (x[k] < y[k] ? -1 : 1);
+}
+
+// The best of a comparison (by bytes) or sweep (by loss), and how much it saves; "" before a run has ended.
+export function winnerOf({ rows = [], verdict = "" }, kind, isLong = false) {
+  const [lowest] = [...rows].sort(byLoss), [first] = [...rows].sort(byBytes);
+  if (!isNumber(lowest?.val_loss)) return "";
+  const isOpen = verdict.includes("lowest final loss is undecided"), loss = spread(lowest, "val_loss", figure);
+  if (kind === "sweep") return `Best cell: ${titleOfRow(lowest)}${isLong ? `, with a validation loss of ${loss}${isOpen ? "; the seeds of other cells overlap with it" : ""}` : isOpen ? " (undecided)" : ""}`;
+  if (!first.target_bytes) return `Lowest loss: ${titleOfRow(lowest)}, ${loss}${isOpen ? " (undecided)" : ""}`;
+  const base = rows.find((row) => /^ddp\b/i.test(labelOfRow(row)) && row !== first && isNumber(row.target_bytes));
+  const than = base ? `, 1/${times(base.target_bytes / first.target_bytes)} of DDP's` : first.reduction > 1 ? `; in all it sends 1/${times(first.reduction)} of DDP's` : "";
+  return `Fewest bytes: ${titleOfRow(first)}, ${bytes(first.target_bytes)}${than}${verdict.includes("needs fewest is undecided") ? " (undecided)" : ""}`;
+}
+
+// The bytes at which a run's loss first reached a value, between two evaluations by a straight line.
+function bytesUntil(rows, loss) {
+  const k = rows.findIndex((row) => row.val_loss <= loss), [a, b] = [rows[k - 1], rows[k]];
+  return k > 0 ? a.tx_bytes + (b.tx_bytes - a.tx_bytes) * (a.val_loss - loss) / (a.val_loss - b.val_loss) : b.tx_bytes;
+}
+
+// A sentence on a few single runs {title, rows}: who needs the fewest bytes for the same loss, and who ends lowest.
+export function verdictOf(runs) {
+  const known = runs.map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) })).filter(({ rows }) => rows.length);
+  if (known.length < 2) return "";
+  const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss), [best, worst] = [ends[0], ends.at(-1)];
+  const needs = known.map(({ title, rows }) => ({ title, sent: bytesUntil(rows, worst.loss) })).sort((a, b) => a.sent - b.sent), [few, many] = [needs[0], needs.at(-1)];
+  const same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
+  const need = many.sent <= few.sent * (1 + ALIKE) ? `All need about ${bytes(few.sent)} for ${same}` : few.sent ? `${few.title} needs ${than}` : `${few.title} needs no bytes for ${same}`;
+  const part = (worst.loss - best.loss) / Math.abs(worst.loss), low = part < ALIKE ? "they end alike" : `${best.title === few.title ? "" : `${best.title} `}ends ${(100 * part).toFixed(0)} % lower`;
+  return `${need}, and ${known.length > 2 && part >= ALIKE ? `${best.title === few.title ? "" : `${best.title} `}ends with the lowest loss, ${figure(best.loss)}` : low}.`;
+}
