@@ -7,9 +7,11 @@ BIN    := $(VENV)/bin
 WORKERS ?= 2
 # More for pytest, for example: make test PYTEST_ARGS="-x tests/laws/test_layers.py"
 PYTEST_ARGS ?=
+# Other Pythons, versions of torch and extras: make matrix MATRIX_ARGS="--python python3.12 --torch 2.12.1 --extras demo"
+MATRIX_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help device-test demo ui-demo pictures tutorials notebooks gallery atlas benchmark reproductions research-test test test-all slow lint prose types format table bench dist docs clean
+.PHONY: help device-test demo ui-demo pictures tutorials notebooks gallery atlas benchmark reproductions research-test test test-all slow lint prose types format table bench dist matrix docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -83,6 +85,9 @@ research-test: $(VENV)/.stamp-dev ## test the studies in research/
 
 dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dist/
 	$(BIN)/python -m uv build --quiet --out-dir dist
+
+matrix: $(VENV)/.stamp-dev ## install the wheel into empty environments, with each extra alone, and try it (half an hour)
+	$(BIN)/python tests/environments.py $(MATRIX_ARGS)
 
 docs: $(VENV)/.stamp-docs ## build the site into site/, to be opened there or served from any folder
 	$(BIN)/python docs/site/build.py

@@ -27,6 +27,7 @@ LEFT_OUT = {
     "reproductions": "hours of training",
     "atlas": "days of training",
     "research-test": "minutes; its tests need no environment of their own",
+    "matrix": "half an hour of fresh environments; test_wheel.py has some of them",
     "bench": "measures this machine, minutes",
     "table": "tests/laws/test_every_strategy.py compares what it writes",
 }

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from environments import TRIED
 from paths import ROOT
 
 import exogym
@@ -174,6 +176,12 @@ def test_the_source_distribution_has_what_it_is_built_from(built: Built) -> None
     assert not [name for name in names if name.startswith("tests")]
 
 
+def test_make_matrix_tries_every_extra() -> None:
+    """all, docs and dev are of other extras, or for a clone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {"", *extras} == {*TRIED, "all", "docs", "dev"}
+
+
 def test_the_version_stands_in_one_place() -> None:
     """The changelog begins with it, and tells of no other as the newest."""
     number = re.compile(rf"(?:exogym-|==|\bv|[\"']|version:? ?){re.escape(exogym.__version__)}(?![\w.])")
@@ -181,8 +189,9 @@ def test_the_version_stands_in_one_place() -> None:
     files += [*(ROOT / "exogym").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
     holders = [str(path.relative_to(ROOT)) for path in files if number.search(path.read_text("utf-8"))]
     assert holders == ["exogym/__init__.py"]
-    newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[0]
+    newest, day = re.findall(r"^## (\S+) \((\S+)\)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[0]
     assert newest == exogym.__version__
+    assert f"\ndate-released: {day}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 def test_the_citation_is_of_the_format() -> None:

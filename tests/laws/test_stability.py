@@ -17,6 +17,8 @@ sys.path.append(str(ROOT / "docs" / "site"))
 
 import reference  # noqa: E402
 
+from exogym.core.base.retired import RETIRED  # noqa: E402
+
 
 def public_names() -> list[str]:
     """Return the stable public names, those on the API's pages outside contrib and the wings."""
@@ -35,6 +37,11 @@ def test_a_public_name_goes_only_with_a_line_in_the_changelog() -> None:
     listed, now = set(LIST.read_text("utf-8").split()), set(public_names())
     assert untold(listed - now, (ROOT / "CHANGELOG.md").read_text("utf-8")) == []
     assert sorted(now ^ listed) == [], "write the list anew: python tests/laws/test_stability.py"
+
+
+def test_every_retired_name_is_told() -> None:
+    pages = ("CHANGELOG.md", "docs/coming_from_gym.md")
+    assert untold(set(RETIRED), "".join((ROOT / page).read_text("utf-8") for page in pages)) == []
 
 
 def test_a_name_that_went_silently_is_found() -> None:
