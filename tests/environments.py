@@ -21,12 +21,11 @@ FIT = """
 import torch
 from exogym import LocalTrainer
 from exogym.strategy import DiLoCoStrategy
-x = torch.randn(64, 4)
-data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randint(2, (64,)))
 loss_of, make = torch.nn.functional.cross_entropy, lambda: torch.nn.Linear(4, 2)
 plain = DiLoCoStrategy(H=2, outer_lr=1.0, outer_momentum=0.0)
-def fit(model=None, data=data, loss_fn=loss_of, **options):
-    LocalTrainer(model or make(), data, loss_fn=loss_fn).fit(plain, num_nodes=2, max_steps=4, batch_size=4, **options)
+def fit(**options):
+    LocalTrainer(make(), data, loss_fn=loss_of).fit(plain, num_nodes=2, max_steps=4, batch_size=4, **options)
 """
 LOGGER = FIT + "from exogym.logger import {0}\nfit(logger={0}({1}))"
 # Extra -> what it makes possible: words of the command line, or Python. all, docs and dev are tried by make's targets.
@@ -39,9 +38,13 @@ TRIED = {
     "mlflow": LOGGER.format("MLflowLogger", "'p', tracking_uri='sqlite:///runs.db'"),
     "gpt": FIT + """
 import transformers
-sizes = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16, bos_token_id=None, eos_token_id=None)
+sizes = dict(n_layer=1, n_head=2, n_embd=8, n_positions=8, vocab_size=16)
 rows = [dict.fromkeys(("input_ids", "labels"), torch.randint(16, (8,))) for _ in range(32)]
-fit(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)), rows, None)""",
+from exogym.integrations.transformers import ExoGymCallback
+callback, model = ExoGymCallback(plain), transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+model.loss_type = "ForCausalLM"
+given = transformers.TrainingArguments("out", train_sampling_strategy="sequential", max_grad_norm=0.0, max_steps=4)
+transformers.Trainer(model, given, train_dataset=callback.deal(rows), callbacks=[callback]).train()""",
     "ui": """
 import re, subprocess, urllib.request
 page = subprocess.Popen(["exogym", "ui", "--port", "0", "--no-open"], stdout=-1, stderr=-2, text=True)
@@ -80,8 +83,8 @@ trainer.fit(Module(4, 2), callback.loader(data, batch_size=8))""",
     "accelerate": FIT + """
 from accelerate import Accelerator
 from exogym.integrations.accelerate import ExoGymNode
-node, accelerator, model = ExoGymNode(plain), Accelerator(cpu=True), make()
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+node, accelerator = ExoGymNode(plain), Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(model := make(), torch.optim.AdamW(model.parameters()))
 nodes = node.attach(accelerator, model, optimizer)
 for x, y in node.loader(data, batch_size=8):
     accelerator.backward(loss_of(model(x), y)); optimizer.step(); optimizer.zero_grad()
@@ -93,9 +96,8 @@ def run(words: list[str], folder: Path, says: str = "", fails: bool = False) -> 
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     kept["PATH"] = f"{folder}/env/bin:{os.environ['PATH']}"
     done = subprocess.run(words, cwd=folder, env=kept, capture_output=True, text=True, timeout=1800)
-    told = done.stdout + done.stderr
-    if (done.returncode != 0) != fails or says not in told or (fails and "Traceback" in told):
-        raise AssertionError(f"$ {' '.join(words)[:200]}\n{told[-3000:]}")
+    told = f"$ {' '.join(words)}\n{done.stdout}{done.stderr}"
+    assert (done.returncode != 0) == fails and says in told and not (fails and "Traceback" in told), told[-3000:]
 
 
 def tried(column: str, built: Path, python: str, torch: str, extra: str, folder: Path) -> str:
