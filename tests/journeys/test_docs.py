@@ -158,6 +158,18 @@ def test_links_lead_somewhere():
                 assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
+def levels_skipped(text: str) -> list[str]:
+    """Return the headings that lie two levels or more below the one before: the site refuses them."""
+    headings = re.findall(r"^#+ .*", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    depths = [len(heading.split()[0]) for heading in headings]
+    return [headings[i] for i in range(1, len(depths)) if depths[i] > depths[i - 1] + 1]
+
+
+def test_headings_skip_no_level():
+    assert levels_skipped("# a\n## b\n#### c\n```\n#### d\n```\n") == ["#### c"]
+    assert [found for page in PAGES for found in levels_skipped(page.read_text())] == []
+
+
 def test_every_page_is_reached_from_the_readme():
     reached, ahead = set(), [ROOT / "README.md"]
     while ahead:
