@@ -20,14 +20,10 @@ Form = Sequence[Mapping[str, Any]]  # the options of `exogym.cli.ui.forms_of`
 
 
 def again_of(path: Path, forms: Mapping[str, Form]) -> dict[str, Any]:
-    """Return a form with the options of a run, comparison or sweep.
+    """Return the `command` and `options` that repeat a run, comparison or sweep, and a `note` on what they leave out.
 
     A run of a comparison or sweep becomes a comparison of its strategy. A script's run becomes a comparison of its
     strategy on a task of ExoGym, because the form cannot start the script's model.
-
-    Returns:
-        command, options: as `Starter.start` takes them.
-        note: a text that says what the form cannot repeat, or "".
     """
     kind, about = what_is(path)
     parent, above = what_is(path.parent)

@@ -51,11 +51,7 @@ class Apart:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no check runs. Only the newest check waits.
-
-        Raises:
-            Replaced: a newer check has come.
-        """
+        """Wait until no check runs. Only the newest check waits; for the others `Replaced` is raised."""
         with self._changed:
             self._newest = mine = self._newest + 1
             self._changed.notify_all()
@@ -94,11 +90,7 @@ class Apart:
         return {"error": f"the check of these options {why}: choose smaller numbers", "plan": ""}
 
     def run(self, words: Sequence[str], limit_s: float) -> tuple[int, str, str]:
-        """Run an `exogym` command. Return its exit status, output and errors.
-
-        Raises:
-            subprocess.TimeoutExpired: it took over `limit_s` seconds, and was ended.
-        """
+        """Run an `exogym` command for at most `limit_s` seconds. Return its exit status, output and errors."""
         theirs, ours = os.pipe()  # `communicate` would close the input at once
         try:
             process = self._begin(

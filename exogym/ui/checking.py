@@ -39,15 +39,7 @@ NOT_OF_RUNS = ("dataset", "data", "strategies", "strategy", "axes", "search", "e
 
 
 def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first error in a command's options, or the runs that the command would start.
-
-    Args:
-        command: compare or sweep.
-        given: the options that the page sends, as numbers, text, or lists of text.
-
-    Returns:
-        error: the message, or "" if the runs can start.
-        plan: a description of the runs, or "" if there is an error or the task's data are not loaded.
+    """Return the first `error` in the options of compare or sweep, or a `plan`: the runs that it would start.
 
     >>> check("compare", {"strategies": "ddp,diloco:H=0"})["error"]
     "strategy 'diloco:H=0': H=0 must be a whole number of at least 1"
@@ -94,11 +86,7 @@ def _loaded(name: str) -> Task:
 
 
 def _plan(command: str, options: Mapping[str, Any]) -> str:
-    """Return the number of runs, and what they train; "" if the task's data do not load quickly.
-
-    Raises:
-        ExoGymError: the command would not begin with these options.
-    """
+    """Return the number of runs, and what they train; "" if the task's data do not load quickly."""
     options = _with_library(options)
     axes = _axes_of(options)
     if command == "sweep":

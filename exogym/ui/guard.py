@@ -1,13 +1,10 @@
 """Check each request to the page: its host name, its origin and its token.
 
 A page of another site can make a browser send requests to this server, and such a site can point its own host name to
-127.0.0.1. So a request must meet three conditions:
-
-- Its host name is a name of this machine. Otherwise the answer has status 403.
-- It does not come from a page of another origin. Otherwise the answer has status 403.
-- It has the token. Otherwise the answer has status 401. The address that you open first contains the token. Later
-  requests send the token in a cookie, which scripts cannot read, and which browsers do not send with requests from
-  other sites.
+127.0.0.1. So a request must name this machine, and must not come from a page of another origin; otherwise the answer
+has status 403. It must have the token; otherwise the answer has status 401. The address that you open first contains
+the token. Later requests send the token in a cookie, which scripts cannot read, and which browsers do not send with
+requests from other sites.
 """
 
 from __future__ import annotations
@@ -37,14 +34,10 @@ App = Callable[[Any, Any, Callable[[Message], Awaitable[None]]], Awaitable[None]
 
 
 class Guard:
-    """Checks each request, and passes valid requests to an ASGI application.
+    """Checks each request, and passes valid requests to the ASGI application `app`.
 
-    Args:
-        app: the application.
-        host: the address on which the server listens. If it is a loopback address, only host names of the loopback are
-            accepted.
-        token: the secret that a request must have.
-        know: called with the client (address and port) of each request that has the token.
+    If `host`, on which the server listens, is a loopback address, only the loopback's host names are accepted. `know`
+    is called with the client (address and port) of each request that has the token.
     """
 
     def __init__(self, app: App, host: str, token: str, know: Callable[[Any], object] = lambda client: None):

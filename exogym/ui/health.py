@@ -14,9 +14,9 @@ MOST_NAMED = 3
 def health_of(found: dict[str, Any]) -> str:
     """Return sentences that name absent nodes, slow nodes and nodes with a high loss, from the result of `nodes_of`.
 
-    A node is absent if other nodes have a newer loss. A node is slow if its share of computing time is over 1.5 times
-    the median node's share, and the median node waits more than 10 % of the time. A node's loss is high if it is over
-    three times the nodes' median loss. Losses are means over the newest quarter of the steps.
+    A node is absent if other nodes have a newer loss. It is slow if it computes over 1.5 times the median node's share
+    of time, and the median node waits more than 10 %. Its loss, over the newest quarter of the steps, is high if it is
+    over three times the median.
 
     >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2], "loss": [[1.0, 0.9]] * 3, "shares": {}}
     >>> health_of(alike)

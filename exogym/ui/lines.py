@@ -39,14 +39,10 @@ class Position:
 
 
 def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, bool, bool]:
-    """Read the complete lines after the position `place`.
+    """Return the complete lines after a position, the new position, whether the file is new, and whether more follow.
 
-    Return (lines, new position, whether the file is new, whether more lines follow). The file counts as new if another
-    file has replaced it, if it is shorter, or if the bytes before `place` have changed since the last read. A new file
-    is read from its start.
-
-    Raises:
-        ArgumentError: a line is longer than a run's lines can be.
+    The file counts as new, and is read from its start, if another file has replaced it, if it is shorter, or if the
+    bytes before `place` have changed since the last read.
     """
     try:
         with opened_plain(path) as file:
@@ -75,9 +71,6 @@ def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row |
     """Yield (record, offset of its end in the file) for each record after a step. Leave out an incomplete last line.
 
     With `is_model`, yield None instead of a single node's record, without parsing this record.
-
-    Raises:
-        ArgumentError: a line is not a valid record.
     """
     try:
         with opened_plain(path) as file:
@@ -175,23 +168,10 @@ def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
 
 
 def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int | None) -> Row:
-    """Return about `most` of the records after a step. Up to half are evaluations; the rest are evenly spread.
+    """Return about `most` of the `records` after a step. Up to half are evaluations; the rest are evenly spread.
 
-    Args:
-        after: return records of later steps only.
-        is_model: True to return only records of the averaged model, not of single nodes.
-        most_bytes: about how many bytes of the file to read. The records of at least one step are always read. If
-            `most_bytes` is None, the whole file is read.
-
-    Returns:
-        records: the selected records.
-        last: the last step that was read.
-        more: True if the file has later records, which were not read.
-        file: an identifier of the file. When a run resumes at an earlier step, it starts a new file with another
-            identifier.
-
-    Raises:
-        ArgumentError: a line is not a valid record.
+    About `most_bytes` are read, but at least one step; None reads the whole file. Also return the `last` step that was
+    read, whether the file has `more`, and an identifier of the `file`: a run that resumes earlier starts a new file.
     """
     thinner, begun, last = Thinner(most), None, None
     try:
@@ -244,11 +224,7 @@ class Thinner:
 
 
 def thinned(rows: list[Row], most: int) -> list[Row]:
-    """Return about `most` of the given records. Up to half are evaluations; the rest are evenly spread.
-
-    >>> len(thinned([{"step": k} for k in range(1000)], 100)), thinned([{"step": 1}], 5)
-    (100, [{'step': 1}])
-    """
+    """Return about `most` of the given records. Up to half are evaluations; the rest are evenly spread."""
     if len(rows) <= most:
         return rows
     evaluated = [k for k, row in enumerate(rows) if row.get("val_loss") is not None]

@@ -1,28 +1,6 @@
-"""The web server of the page that shows runs: `serve`. It answers these requests:
+"""The web server of the page that shows runs: `serve`. docs/ui.md lists the addresses that others may use.
 
-GET  /                            the page; its files are in static/
-GET  /api/runs                    all runs, comparisons and sweeps, as from `exogym.runs.list`
-GET  /api/runs/NAME               one run: description, status, summary, events, notes, how to repeat it
-GET  /api/runs/NAME/records       the run's records; ?after=K: only of steps after K; ?node=none: only of the averaged
-                                  model; ?most=N: about N records; ?most=N&most_bytes=B: about N records from about B
-                                  bytes of the file
-GET  /api/runs/NAME/nodes         each node's losses and shares of time over steps (see `exogym.ui.views`)
-GET  /api/runs/NAME/timeline      the first spans of the run's timeline; ?from_s=A&to_s=B: between these seconds
-GET  /api/runs/NAME/grid          a sweep's cells
-GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
-GET  /api/runs/NAME/hosts         the states of the run's hosts (see `exogym.machines.remote.health`)
-GET  /api/hosts                   the newest runs on hosts, with their hosts
-GET  /api/events                  server-sent events: the list of runs, each time it changes
-GET  /api/runs/NAME/again         a form with the run's options (see `exogym.ui.again`)
-GET  /api/forms                   the commands that the page may start, with their options
-GET  /api/strategies              the strategies, with their options
-GET  /api/started                 the commands that the page has started, with their output
-POST /api/start                   start a command
-POST /api/check                   the errors in a command's options, and the runs that the command would start
-POST /api/estimate                the time and memory that a command needs, from a short trial
-POST /api/runs/NAME/stop          stop a run
-POST /api/runs/NAME/resume        resume a run
-POST /api/runs/NAME/notes         save a run's note, tags and title, each if it is given
+The page itself also asks for /api/forms, /api/strategies, /api/started, /api/estimate and /api/runs/NAME/again.
 """
 
 from __future__ import annotations
@@ -172,14 +150,9 @@ def application(
     shelf: RunShelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
     know: Callable[[Any], object] = lambda client: None,
 ) -> Any:  # fmt: skip
-    """Return the page as an ASGI application. A `Guard` checks each request.
+    """Return the page as an ASGI application. A `Guard` checks each request, with `host`, `token` and `know`.
 
-    Args:
-        shelf: the runs to show.
-        host, token: see `Guard`.
-        starter: starts commands. If `starter` is None, the page cannot start anything.
-        over: when this event is set, answers that would never end, such as server-sent events, end.
-        know: called with the client (address and port) of each request that has the token.
+    Without a `starter`, the page cannot start anything. When `over` is set, server-sent events end.
     """
     is_over = threading.Event() if over is None else over
 
@@ -234,9 +207,6 @@ def application(
         stood = shelf.nodes(path, 0).get("stood", ())  # as far as the nodes' picture has been read
         return JSONResponse(in_json(timeline_of(path, **window, stood=stood)))
 
-    def grid(request: Request) -> Response:
-        return JSONResponse(in_json(grid_of(_folder(shelf, request), {row["name"]: row for row in shelf.all()})))
-
     verdicts: dict[str, tuple[Any, Response]] = {}  # name to the states of its runs, and the answer of then
 
     def verdict(request: Request) -> Response:
@@ -248,26 +218,23 @@ def application(
             verdicts[name] = states, JSONResponse(in_json(verdict_of(path)))
         return verdicts[name][1]
 
-    def hosts(request: Request) -> Response:
-        return JSONResponse(in_json(read_hosts(_folder(shelf, request))))
-
-    def all_hosts(request: Request) -> Response:
-        return JSONResponse(in_json(list(_watched(shelf))))
-
     async def events(request: Request) -> Response:
         return StreamingResponse(_changes(shelf, is_over), media_type="text/event-stream")
 
-    def all_forms(request: Request) -> Response:
-        return JSONResponse({} if starter is None else starter.forms)
+    def saying(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+        """Return a view that answers with the result of `answer`."""
+        return lambda request: JSONResponse(in_json(answer(request)))
 
-    def strategies(request: Request) -> Response:
-        return JSONResponse(_own(starter).strategies)
-
-    def again(request: Request) -> Response:
-        return JSONResponse(in_json(_own(starter).again(_folder(shelf, request))))
-
-    def started(request: Request) -> Response:
-        return JSONResponse([] if starter is None else starter.started())
+    plain: dict[str, Callable[[Request], Any]] = {
+        "hosts": lambda _: list(_watched(shelf)), "forms": lambda _: {} if starter is None else starter.forms,
+        "strategies": lambda _: _own(starter).strategies,
+        "started": lambda _: [] if starter is None else starter.started(),
+        "runs/{name:path}/again": lambda request: _own(starter).again(_folder(shelf, request)),
+        "runs/{name:path}/hosts": lambda request: read_hosts(_folder(shelf, request)),
+        "runs/{name:path}/grid": lambda request: grid_of(
+            _folder(shelf, request), {row["name"]: row for row in shelf.all()}
+        ),
+    }  # fmt: skip
 
     async def told(request: Request, *names: str) -> dict[str, Any]:
         """Return the JSON object in a request's body. It may have only these fields."""
@@ -342,16 +309,13 @@ def application(
 
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
-        Route("/api/forms", all_forms), Route("/api/strategies", strategies), Route("/api/started", started),
+        *(Route(f"/api/{where}", saying(answer)) for where, answer in plain.items()),
         Route("/api/start", commanded(lambda *asked: {"pid": Starter.start(*asked)}, 202), methods=["POST"]),
         Route("/api/check", commanded(Starter.check), methods=["POST"]),
         Route("/api/estimate", commanded(Starter.estimate), methods=["POST"]),
         *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
-        Route("/api/runs/{name:path}/notes", notes, methods=["POST"]), Route("/api/hosts", all_hosts),
-        *(
-            Route(f"/api/runs/{{name:path}}/{view.__name__}", view)
-            for view in (records, nodes, timeline, grid, verdict, hosts, again)
-        ),
+        Route("/api/runs/{name:path}/notes", notes, methods=["POST"]),
+        *(Route(f"/api/runs/{{name:path}}/{view.__name__}", view) for view in (records, nodes, timeline, verdict)),
         Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip

@@ -91,14 +91,7 @@ class RunShelf:
     def nodes(self, path: Path, most_bytes: int | None = None) -> Row:
         """Return the data for the picture of a run's nodes (see `nodes_of`), and `more`: whether unread lines are left.
 
-        Each call reads only the lines that earlier calls have not read.
-
-        Args:
-            path: the run's folder.
-            most_bytes: about how many bytes to read now. If `most_bytes` is None, everything is read.
-
-        Raises:
-            ArgumentError: a record or event is not valid.
+        Each call reads about `most_bytes` of the lines that earlier calls have not read; None reads everything.
         """
         with self._lock:
             followed = self._pictures.setdefault(os.fspath(path), _Followed(path))

@@ -53,11 +53,8 @@ class WrongKind(ArgumentError):
 class Starter:
     """Starts `exogym` commands, whose results go into the folder `top`.
 
-    Args:
-        top: the folder with the runs.
-        read_forms: function that returns {command: its options}. The function is called once, when a form is first
-            needed.
-        allow_code: True if values in forms may name code and files to load.
+    `read_forms` returns {command: its options}; it is called once, when a form is first needed. With `allow_code`,
+    values in forms may name code and files to load.
     """
 
     top: Path
@@ -83,12 +80,7 @@ class Starter:
         self._apart.close()
 
     def check(self, command: Any, options: Any) -> dict[str, Any]:
-        """Return the first error in a command's options, or its plan (`exogym.ui.checking.check`). Start nothing.
-
-        Raises:
-            ArgumentError: the command is unknown, or the options are not a JSON object of texts and numbers.
-            Replaced: while this check waited for another, a newer check has come.
-        """
+        """Return the first error in a command's options, or its plan (`exogym.ui.checking.check`). Start nothing."""
         with self._apart.turn():
             self._check_kinds(command, options)
             try:
@@ -112,12 +104,7 @@ class Starter:
             raise WrongKind(f"options has {len(options)} names, but {command} takes {len(self.forms[command])}")
 
     def estimate(self, command: Any, options: Any) -> dict[str, str]:
-        """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds.
-
-        Raises:
-            ArgumentError, CannotStart: the reason is as in `start`, or a value is wrong, another estimate is under way,
-                or the trial took over `ESTIMATE_S` seconds.
-        """
+        """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds."""
         words = [command, *self.arguments(command, options), "--estimate", f"--out={self.top}"]
         if not self._estimating.acquire(blocking=False):
             raise ArgumentError("another estimate is under way: wait until it has ended")
@@ -132,11 +119,7 @@ class Starter:
         return {"text": output}
 
     def again(self, path: Path) -> dict[str, Any]:
-        """Return a form with a folder's options (`exogym.ui.again.again_of`).
-
-        Raises:
-            ArgumentError: the folder's files hold no options.
-        """
+        """Return a form with a folder's options (`exogym.ui.again.again_of`)."""
         from exogym.ui.again import again_of  # loads torch
 
         try:
@@ -145,15 +128,10 @@ class Starter:
             raise ArgumentError(f"{path.name}: its options cannot be read ({error})") from error
 
     def start(self, command: Any, options: Any) -> int:
-        """Start a command and return its process id.
-
-        Raises:
-            ArgumentError: the command or an option is unknown, or a value is not plain text or a number.
-            CannotStart: a value names code or a file, but `allow_code` is False.
-        """
+        """Start a command and return its process id. `CannotStart`: a value names code or a file."""
         words = self.arguments(command, options)
         out = self.top if command == "compare" else new_folder(self.top, command)
-        return self._start(command, [command, *words, f"--out={out}"])
+        return self._begin(command, ["-m", "exogym", command, *words, f"--out={out}"])
 
     def arguments(self, command: Any, options: Any) -> list[str]:
         """Return the command's arguments. Each is one word --option=value, so that no value can act as an option."""
@@ -189,15 +167,7 @@ class Starter:
         return words
 
     def resume(self, path: Path) -> int:
-        """Resume the comparison, sweep or run in the folder `path`, and return the new process's id.
-
-        A run can be resumed if its script exists.
-
-        Raises:
-            ArgumentError: the comparison, sweep or run is still running, has finished, or was started from Python
-                without a script.
-            CannotStart: a script, code or a file is needed, but `allow_code` is False.
-        """
+        """Resume the comparison, sweep or run in a folder, and return the new process's id. A run needs its script."""
         _, about = what_is(path)
         until = time.monotonic() + (0.0 if about.get("state") == "running" else PATIENCE_S)
         while _is_running(path):
@@ -211,7 +181,7 @@ class Starter:
             raise ArgumentError(f"{path.name} was started from Python: continue it in Python with resume=True")
         command, options = itemgetter("command", "options")(self.again(path))
         words = self.arguments(command, options | {"dataset": saved["problem"]})
-        return self._start(command, [command, *words, f"--out={path}", "--resume"])
+        return self._begin(command, ["-m", "exogym", command, *words, f"--out={path}", "--resume"])
 
     def _run_again(self, path: Path, about: Mapping[str, Any]) -> int:
         """Start a run's script again. An environment variable makes it resume (`training.options.asked_to_go_on`)."""
@@ -230,11 +200,7 @@ class Starter:
         return self._begin(path.name, words, folder, {RESUME: os.path.realpath(path)})
 
     def stop(self, path: Path) -> int:
-        """Ask the process of the run, comparison or sweep in the folder `path` to stop. Return the process's id.
-
-        Raises:
-            ArgumentError: no process of this run, comparison or sweep runs on this machine.
-        """
+        """Ask the process of the run, comparison or sweep in the folder `path` to stop. Return the process's id."""
         kind, process = _process(path)
         if process is None or is_alive(process) is not True:
             raise ArgumentError(f"{path.name} is not running on this machine: there is nothing to stop")
@@ -243,10 +209,9 @@ class Starter:
         return pid
 
     def choices(self, path: Path) -> dict[str, str]:
-        """Return the actions that are possible now for the run, comparison or sweep in the folder `path`.
+        """Return {action: what it does} for each action that is possible now: "stop" and "resume".
 
-        The result is {action: text}. The text of "stop" and "resume" says what the action does. The text of "not_here"
-        says why this page may not resume the run.
+        "not_here" says why this page may not resume the run.
         """
         kind, about = what_is(path)
         if path.parent != self.top:
@@ -280,9 +245,6 @@ class Starter:
                 }
                 for command, log, process in reversed(self._started)
             ]  # fmt: skip
-
-    def _start(self, command: str, words: list[str]) -> int:
-        return self._begin(command, ["-m", "exogym", *words])
 
     def _begin(self, name: str, words: list[str], folder: str | None = None, more: Mapping[str, str] = {}) -> int:
         logs = self.top / LOGS

@@ -37,15 +37,12 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
     """Return each node's losses and shares of time over steps, in at most 300 columns for at most 64 nodes.
 
     Returns:
-        steps: the first step of each column.
-        nodes: the shown nodes.
-        of: the number of all nodes.
+        steps, nodes, of: the first step of each column, the shown nodes, and the number of all nodes.
         loss: for each shown node, its loss in each column, or None where the node has no loss.
-        share_steps, shares: the time of a run with predicted times. For each of "computing", "sending" and
-            "waiting", `shares` has each node's share of the time since the previous step in `share_steps`.
+        share_steps, shares: for each of "computing", "sending" and "waiting", each node's share of the predicted time
+            since the previous step in `share_steps`.
         stood: lists [node, predicted seconds]. At this time the node's clock stood still while other nodes computed.
-        band, worst: quantiles of all nodes' losses in each column, and the nodes with the largest losses. Both fields
-            exist only with more than 64 nodes.
+        band, worst: with more than 64 nodes, quantiles of all losses in each column, and the highest newest losses.
     """
     picture = NodesPicture()
     for row in records:
@@ -207,12 +204,8 @@ def timeline_of(
 ) -> Row:
     """Return the first 4,000 spans of a run's timeline in a window of time, or {} if the run has no timeline.
 
-    Returns:
-        nodes: the shown nodes.
-        spans: lists [node, kind, start_s, end_s, name], cut at the window. A wait that begins where a node's clock
-            `stood` (see `nodes_of`) has the kind "absent".
-        from_s, until_s, whole_s: predicted time at the start and end of the returned spans, and at the end of the run.
-        shares: each kind's share of the run's whole time.
+    `spans` are lists [node, kind, start_s, end_s, name], cut at the window. A wait that begins where a node's clock
+    `stood` (see `nodes_of`) has the kind "absent". `shares` are of the run's whole time, `whole_s`.
     """
     found = read_file(path / TIMELINE)
     spans = found.get("spans")
@@ -245,12 +238,7 @@ def timeline_of(
 def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     """Return a sweep's cells: each cell's options, and the mean and spread of its validation loss over finished seeds.
 
-    Args:
-        path: the sweep's folder.
-        listed: {name of a run, as PARENT/CHILD: the run's entry in the list of runs}.
-
-    Raises:
-        ArgumentError: the sweep has more than 100,000 runs.
+    `listed` is {name of a run, as PARENT/CHILD: the run's entry in the list of runs}.
     """
     sweep = read_file(path / "sweep.json")
     cells, axes = sweep.get("cells"), sweep.get("axes")
@@ -277,11 +265,8 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
 def verdict_of(path: Path) -> Row:
     """Return the results so far of the comparison or sweep in the folder `path`. Return {} for any other folder.
 
-    Returns:
-        rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; `rows` is [] until the first run has
-            ended.
-        members: {name of a run: the label of its strategy or cell}.
-        colors: {label: [color, color on a dark page, the lengths of the line's dashes and gaps]}.
+    Beside the summary's fields: `members` is {name of a run: label of its strategy or cell}, and `colors` is {label:
+    [color, color on a dark page, lengths of dashes and gaps]}.
     """
     kind, about = runs.what_is(path)
     labels = about.get("cells" if kind == "sweep" else "strategies")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from browsing import CHROMIUM, DRIVER, opened, served, to, until
@@ -125,25 +124,18 @@ def test_values_by_pointer_and_by_keys(browser: Any) -> None:
     zoomed = until(browser, RANGE, lambda found: found[0] > 0)
     chart.send_keys("0")
     until(browser, RANGE, lambda found: found != zoomed)
-    browser.find_element("css selector", ".chart:not([hidden]) .tools summary").click()
-    row = until(browser, f"{CHART}.querySelector('.tools tbody')?.textContent ?? ''")
-    assert row.startswith("val_loss8.01 at 0") and "lowest" in chart.find_element("xpath", "..").text
 
 
-def test_a_chart_is_saved_in_three_forms(browser: Any) -> None:
+def test_a_chart_is_saved_as_values_and_as_a_picture(browser: Any) -> None:
     shown(browser)
     browser.find_element("css selector", ".chart:not([hidden]) .tools summary").click()
     buttons = browser.find_elements("css selector", ".chart:not([hidden]) .tools button")
-    for button in buttons[:3]:
+    for button in buttons[:2]:
         button.click()
-    until(browser, "1", lambda _: all((browser.saved / f"loss.{x}").exists() for x in ("csv", "png", "svg")))
+    until(browser, "1", lambda _: all((browser.saved / f"loss.{x}").exists() for x in ("csv", "png")))
     rows = list(csv.reader((browser.saved / "loss.csv").read_text().splitlines()))
     assert rows[0] == ["steps", "val_loss"] and rows[1] == ["0", "8.01"] and len(rows) > 100
     assert (browser.saved / "loss.png").read_bytes().startswith(b"\x89PNG")
-    drawn = ElementTree.parse(browser.saved / "loss.svg").getroot()
-    texts = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "loss" and "steps" in texts and "val_loss" in texts
-    assert any(len(one.get("d", "")) > 1000 for one in drawn.iter("{http://www.w3.org/2000/svg}path"))
 
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:

@@ -69,10 +69,6 @@ def test_absent_nodes_have_their_own_color(browser: Any) -> None:
         assert not is_purple(browser.execute_script(f"return {COLOR % (share, node)}"))
     text = "document.querySelectorAll('canvas.heat')[0].closest('section').lastElementChild.textContent"
     assert "Purple: absent" in until(browser, text)
-    browser.find_element("css selector", "#nodes [value=absent]").click()
-    until(browser, COLOR % (0.5, 2), is_purple)
-    for share, node in ((0.5, 1), (0.2, 2)):
-        assert not is_purple(browser.execute_script(f"return {COLOR % (share, node)}"))
 
 
 def test_an_absent_node_has_this_color_in_the_timeline_too(browser: Any) -> None:

@@ -460,7 +460,7 @@ def test_a_list_of_strategies_is_one_option_when_resumed(tmp_path: Path, monkeyp
     (tmp_path / "both" / "run.json").write_text(json.dumps(about))
     plain = {"is_flag": False, "multiple": False, "choices": [], "default": None}
     form = [{"name": name, "flag": f"--{name}", **plain} for name in ("dataset", "strategies", "seeds")]
-    monkeypatch.setattr(Starter, "_start", lambda self, command, words: words)
+    monkeypatch.setattr(Starter, "_begin", lambda self, command, words: words[2:])
     words = Starter(tmp_path, lambda: {"compare": form}).resume(tmp_path / "both")
     wanted = {"--strategies=ddp,diloco:H=5", "--seeds=1", "--dataset=digits", f"--out={tmp_path / 'both'}", "--resume"}
     assert set(words) == {"compare", *wanted}  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
 // Curves in one chart, over steps, bytes or seconds. Readers can zoom, read values by pointer and keys, and save files.
 
 import { bytes, isNumber, look, make, tabs, toAddress } from "./base.js";
-import { csv, download, FONT, png, svg } from "./saving.js";
+import { csv, download, FONT, png } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
@@ -98,7 +98,6 @@ export function draw(holder, title, curves, view = look) {
   if (holder.plot && holder.key === key) {
     holder.plot.setData(data, !holder.zoom);
     if (holder.zoom) { holder.plot.setScale("x", holder.zoom); holder.plot.redraw(); }
-    holder.fill();
     return;
   }
   holder.plot?.destroy();
@@ -161,17 +160,14 @@ function begin(holder, title, data) {
   });
   const tip = make("div", { class: "tip", hidden: true }), said = make("p", { class: "unseen", role: "status" });
   const reset = make("button", { type: "button", class: "reset", hidden: true, onclick() { zoom(null); } }, "Reset zoom");
-  const values = make("tbody"), picture = make("div", { class: "plot", tabindex: "0", role: "group",
+  const picture = make("div", { class: "plot", tabindex: "0", role: "group",
     "aria-label": `${title}: arrow keys read the values, + zooms, 0 resets` });
   let at = null;
   const save = (ending, made) => async () => download(`${title.replaceAll(" ", "_")}.${ending}`, await made());
   const button = (ending, made) => make("button", { type: "button", onclick: save(ending, made) }, ending.toUpperCase());
-  const tools = make("details", { class: "tools", ontoggle() { holder.fill(); } }, make("summary", {}, "Values, files"),
-    make("div", { class: "bar" },
-      button("csv", () => csv([AXES[view.axis], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
-      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[view.axis], holder.curves))),
-    make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
-      (head) => make("th", { scope: "col" }, head)))), values)));
+  const tools = make("details", { class: "tools" }, make("summary", {}, "Save"), make("div", { class: "bar" },
+    button("csv", () => csv([AXES[view.axis], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
+    button("png", () => png(plot, title, holder.curves))));
   const legend = make("p", { class: "legend", hidden: holder.plain || shown.length < 2 || strong.length > MOST_NAMED }, ...strong.map((curve) => make("span", {}, markOf(curve), curve.label)),
     strong.length < shown.length ? make("span", { class: "soft" }, `gray: ${shown.length - strong.length} more`) : "");
   holder.replaceChildren(make("h3", {}, title), legend, picture, said, reset, tools);
@@ -233,16 +229,6 @@ function begin(holder, title, data) {
   holder.focusOn = (label) => {
     const found = holder.curves.find((curve) => curve.label === label);
     plot.setSeries(found ? found.at : null, { focus: true }, false);
-  };
-
-  holder.fill = () => {
-    if (!tools.open) return;
-    values.replaceChildren(...holder.curves.map((curve) => {
-      const [xs, ys] = curve.lists, all = ys.map((_, k) => k);
-      const low = all.reduce((a, k) => (ys[k] < ys[a] ? k : a), 0), high = all.reduce((a, k) => (ys[k] > ys[a] ? k : a), 0);
-      return make("tr", {}, make("th", { scope: "row" }, curve.label), ...[0, ys.length - 1, low, high].map(
-        (k) => make("td", { class: "number" }, `${ofY(ys[k])} at ${ofX(xs[k])}`)));
-    }));
   };
   if (holder.zoom) zoom(holder.zoom);
 }

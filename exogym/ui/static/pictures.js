@@ -7,8 +7,7 @@ const ABSENT = "#7a3e9d";
 const KINDS = { compute: ["#0072b2", "computing"], send: ["#d55e00", "sending"], wait: ["#b8b8b8", "waiting"], absent: [ABSENT, "absent"] };
 const CROWD = "training loss", EDGE = 0.02;  // EDGE: the share of losses at each end that take the end's color
 const LEFT = 64, BELOW = 24, APART = 90;  // pixels of the names, of the marks, and between two marks
-const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
-  waiting: "share of time waiting", absent: "absent" };
+const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending", waiting: "share of time waiting" };
 
 // Light is low and dark is high, in both themes. null stays empty.
 const shade = (part) => `hsl(${205 - 25 * part} ${60 + 20 * part}% ${82 - 52 * part}%)`;
@@ -75,18 +74,17 @@ export function nodesPicture() {
   reading(canvas, readAt);
   let found = null, shown = null;
 
-  // The rows of a view. away: whether a node was absent; null where no node has a loss.
+  // The rows of a view. away: whether a node was absent while others have a loss.
   function matrix(view) {
-    if (view !== "loss" && view !== "absent") return { steps: found.share_steps, rows: found.shares[view], away: [] };
+    if (view !== "loss") return { steps: found.share_steps, rows: found.shares[view], away: [] };
     const known = found.steps.map((_, k) => found.loss.some((row) => row[k] !== null));
-    const away = found.loss.map((row) => row.map((value, k) => (known[k] ? value === null : null)));
-    return { steps: found.steps, away, rows: view === "loss" ? found.loss : away.map((row) => row.map((gone) => (gone === null ? null : 0))) };
+    return { steps: found.steps, rows: found.loss, away: found.loss.map((row) => row.map((value, k) => known[k] && value === null)) };
   }
 
   function show() {
     box.hidden = found === null || !found.nodes.length;
     if (box.hidden) return;
-    const views = Object.keys(VIEWS).filter((view) => view === "loss" || view === "absent" || found.shares[view]);
+    const views = Object.keys(VIEWS).filter((view) => view === "loss" || found.shares[view]);
     if (choice.options.length !== views.length) {
       choice.replaceChildren(...views.map((view) => make("option", { value: view }, VIEWS[view])));
     }
@@ -109,22 +107,21 @@ export function nodesPicture() {
     rows.forEach((row, k) => row.forEach((value, at) => {
       const gone = away[k]?.[at];
       if (value === null && !gone) return;
-      brush.fillStyle = gone ? ABSENT : shade(view === "absent" ? 0 : high > low ? part(value) : 0.5);
+      brush.fillStyle = gone ? ABSENT : shade(high > low ? part(value) : 0.5);
       brush.fillRect(LEFT + at * wide, k * tall, Math.max(wide, 0.5) + 0.3, tall - 1);
     }));
     shown = { steps, rows, away, wide, tall, isLoss };
     const range = isLoss && sorted.length ? [low, high].map((x) => figure(Math.exp(x), 3)) : ["0 %", "100 %"];
     const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
-    const anyAway = away.flat().some(Boolean), own = isLoss || view === "absent";
-    said.replaceChildren(view === "absent" ? "" : scaleBar(VIEWS[view], ...range, shade), ` ${own && !anyAway ? "No node was absent" : own ? "Purple: absent" : "Empty: no value"}${more}.`);
+    said.replaceChildren(scaleBar(VIEWS[view], ...range, shade), ` ${!isLoss ? "Empty: no value" : away.flat().some(Boolean) ? "Purple: absent" : "No node was absent"}${more}.`);
     canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range.join(" to ")}`);
   }
 
   function readAt(x, y) {
     const row = Math.floor(y / shown.tall), at = Math.floor(x / shown.wide), value = shown.rows[row]?.[at];
     if (value === undefined) return "";
-    const gone = shown.away[row]?.[at], number = choice.value === "absent" ? "present" : shown.isLoss ? figure(value) : share(value);
-    return `node ${found.nodes[row]}, step ${shown.steps[at]}: ${gone ? "absent" : value === null ? "no value" : number}`;
+    const text = value === null ? (shown.away[row]?.[at] ? "absent" : "no value") : shown.isLoss ? figure(value) : share(value);
+    return `node ${found.nodes[row]}, step ${shown.steps[at]}: ${text}`;
   }
   return { box, show(now) { found = now ?? found; show(); } };
 }

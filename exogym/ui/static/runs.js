@@ -1,9 +1,9 @@
 // The list of runs.
 
-import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, stateOf, store, titled, toAddress } from "./base.js";
+import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, skeleton, stateOf, store, titled, toAddress } from "./base.js";
 import { byLoss, spread, winnerOf } from "./verdict.js";
 
-const MOST_ROWS = 300, BONES = 8, MOST_POINTS = 60;  // rows at first, rows of the skeleton, points of a sparkline
+const MOST_ROWS = 300, MOST_POINTS = 60;  // rows at first, points of a sparkline
 const MOST_AT_ONCE = 4, NEWER = 1.05;  // sparklines asked for; a curve is asked for again when it is 5 % longer
 const DEMO = "#/new?line=compare+--strategies+ddp,diloco:H=10,sparta+--nodes+4+--steps+400";
 const [WIDE, HIGH] = [90, 22], known = new Map(), open = new Set();
@@ -163,8 +163,7 @@ export function runsPage(main) {
     bar.hidden = !store.list.length;
     box.hidden = store.known && !store.list.length;
     if (!store.known) {
-      const bones = () => make("tr", { "aria-hidden": "true" }, make("td"), ...columns().map(() => make("td", {}, make("span", { class: "bone" }))));
-      body.replaceChildren(...Array.from({ length: BONES }, bones));
+      body.replaceChildren(make("tr", {}, make("td", { colspan: `${columns().length + 1}` }, skeleton())));
       more.hidden = compare.disabled = true;
       return;
     }
