@@ -79,7 +79,7 @@ def language_task(
     words = load_vocabulary(found)
     if words.context is not None and block_size > words.context:
         raise ArgumentError(
-            f"block_size={block_size} is longer than the model's context of {words.context} tokens: give at most "
+            f"block_size={block_size} is longer than the model's context of {words.context} tokens: pass at most "
             f"{words.context}"
         )
     source = find_texts(data, words.encode, end=words.end, block_size=block_size)
@@ -126,5 +126,5 @@ def _thinned(val: Any, option: str, most: int) -> tuple[Any, str | None]:
     if len(thinned) == len(val):
         return thinned, None
     part = f"{len(thinned)} of the {len(val)} held-out {what}"
-    notice(f"an evaluation uses {part}, spread evenly; {option}={len(val)} uses all")
+    notice(f"each evaluation uses {part}, spread evenly; to use all of them, pass {option}={len(val)}")
     return thinned, part

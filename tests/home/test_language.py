@@ -201,7 +201,9 @@ def test_a_model_and_a_tokenizer_that_do_not_belong_together_are_refused(tmp_pat
     tiny = load_pretrained(save_small(tmp_path / "tiny", vocab_size=100)).model
     with pytest.raises(ArgumentError, match="it has 257 tokens, but the embedding has 100 rows"):
         LanguageModelWrapper(tiny, load_vocabulary(SMALL).tokenizer)
-    with pytest.raises(ArgumentError, match="a Linear and a int: wanted a causal language model"):
+    with pytest.raises(
+        ArgumentError, match="must be a causal language model of transformers and its tokenizer, not Linear and int"
+    ):
         LanguageModelWrapper(torch.nn.Linear(2, 2), 3)
     with pytest.raises(ArgumentError, match="lora_rank=0"):
         small(lora_rank=0)
@@ -252,8 +254,8 @@ def cut(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: shutil.rmtree(folder), "does not exist: give a folder that save_pretrained wrote"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights: wanted model.safetensors"),
+        (lambda folder: shutil.rmtree(folder), "does not exist: pass a folder that save_pretrained wrote"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights: it must have model.safetensors"),
         (lambda folder: cut(folder / "model.safetensors"), "transformers cannot load them"),
         (lambda folder: (folder / "config.json").unlink(), "transformers cannot load them"),
         (lambda folder: (folder / "config.json").write_text("{"), "transformers cannot load them"),
@@ -304,7 +306,7 @@ def test_weights_that_lack_a_tensor_are_refused(save, load, name: str, tmp_path:
     load(tmp_path)
     left = {key: x for key, x in whole.items() if name not in key}
     save_file(left, file, {"format": "pt"})
-    with pytest.raises(DataError, match=rf"lack {len(whole) - len(left)} tensors of the model.*{name}.*: give a fol"):
+    with pytest.raises(DataError, match=rf"lack {len(whole) - len(left)} tensors of the model.*{name}.*: pass a fol"):
         load(tmp_path)
     save_file({key: x if key in left else x[:1].clone() for key, x in whole.items()}, file, {"format": "pt"})
     with pytest.raises(DataError, match="transformers cannot load them"):
@@ -358,17 +360,17 @@ def test_pickled_weights_never_run(save, load, name, tmp_path: Path) -> None:
 
 def test_other_files_than_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(DataError, match=r"has only an adapter: give the folder of the whole model"):
+    with pytest.raises(DataError, match=r"has only an adapter: pass a folder with the whole model"):
         load_pretrained(tmp_path)
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"no model")
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(DataError, match=r"has several GGUF files \(a.gguf, b.gguf\): name one file"):
         load_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"a\.gguf is not a whole GGUF file \(it does not begin with GGUF\)"):
+    with pytest.raises(DataError, match=r"a\.gguf is not a complete GGUF file \(it does not start with GGUF\)"):
         load_pretrained(tmp_path / "a.gguf")
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(DataError, match=r"notes.txt' is a file: give its folder, or a GGUF file"):
+    with pytest.raises(DataError, match=r"notes.txt' is a file: pass its folder, or a GGUF file"):
         load_pretrained(tmp_path / "notes.txt")
 
     def missing(name: str, extra: str) -> None:
@@ -422,7 +424,7 @@ def test_all_of_a_model_with_tied_weights_may_be_trained(folders) -> None:
 def test_an_evaluation_says_which_blocks_it_uses(folders, capsys: pytest.CaptureFixture[str]) -> None:
     task = load_task("language", folders[1], weights=SMALL, block_size=32, val_blocks=2)
     assert len(task.val) == 2 and task.evaluates is not None and task.evaluates.startswith("2 of the ")
-    assert f"an evaluation uses {task.evaluates}, spread evenly" in capsys.readouterr().err
+    assert f"each evaluation uses {task.evaluates}, spread evenly" in capsys.readouterr().err
     assert "texts, LoRA of rank 8" in task.description and task.perplexity
     with pytest.raises(ArgumentError, match="did you mean 'lora_rank'"):
         load_task("language", folders[1], weights=SMALL, lora_ranks=3)
@@ -514,24 +516,24 @@ def test_a_gguf_file_is_read_and_its_header_is_checked(tmp_path: Path) -> None:
     assert float(found.model.model.embed_tokens.weight.detach().std()) == pytest.approx(1, abs=0.1)
     at = {field: whole.index(field.encode()) + len(field) + 4 for field in GGUF_FIELDS}  # behind the type
     for place, value, message in (
-        (4, b"\x09", "has version 9: wanted one of"),
+        (4, b"\x09", "has version 9, but only versions"),
         (8, b"\xff" * 7, "it should have"),  # tensors
         (16, b"\xff" * 7, "it should have"),  # fields
         (whole.index(b"tokenizer.ggml.tokens") + 21 + 8, b"\xff" * 7, "arrays have over"),
         (at["llama.block_count"], b"\xff\xff\0\0", "block_count is 65535, and it has the tensors of 1 layers"),
-        (at["llama.embedding_length"], b"\xff" * 4, "embedding_length = 4294967295: wanted at most"),
+        (at["llama.embedding_length"], b"\xff" * 4, "embedding_length = 4294967295, but at most"),
     ):
         file.write_bytes(whole[:place] + value + whole[place + len(value) :])
-        with impatient(), pytest.raises(DataError, match=rf"m\.gguf is not a whole GGUF file \(.*{message}"):
+        with impatient(), pytest.raises(DataError, match=rf"m\.gguf is not a complete GGUF file \(.*{message}"):
             load_pretrained(file)
     nested = b"\x09\0\0\0\x01" + bytes(7)
     for content in (b"", b"GGUF", whole[: len(whole) // 10], whole[:24] + b"\x01" + bytes(7) + b"k" + nested * 9):
         file.write_bytes(content)
-        with pytest.raises(DataError, match=r"m\.gguf is not a whole GGUF file"):
+        with pytest.raises(DataError, match=r"m\.gguf is not a complete GGUF file"):
             load_pretrained(file)
     file.unlink()
     os.mkfifo(file)
-    with impatient(), pytest.raises(DataError, match=r"is a file|has no weights|not a whole GGUF file"):
+    with impatient(), pytest.raises(DataError, match=r"is a file|has no weights|not a complete GGUF file"):
         load_pretrained(tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_what_the_decoder_is_told():
     english = byte_tokens()
     assert not english.multilingual and english.prompt == [257, 258] and english.encode("a")[0] == 258
     for wrong in ("dd", "german", "DE", "de-AT"):
-        why = f"language='{wrong}' is not a language of the model: give one of af, am, ar"
+        why = f"language='{wrong}' is not a language of the model: pass one of af, am, ar"
         with pytest.raises(ArgumentError, match=why):
             Tokens(tokenizer, language=wrong)
     with pytest.raises(ArgumentError, match="an English-only model can only transcribe English"):
@@ -335,7 +335,7 @@ def test_torn_weights_are_refused(tmp_path):
         (tmp_path / "model.bin").write_bytes(whole[: draw.randrange(len(whole))])
         with pytest.raises(DataError):
             read_variables(tmp_path / "model.bin")
-    for at, message in ((0, "version"), (7, "wanted .WhisperSpec"), (26, "incomplete|type|bytes")):
+    for at, message in ((0, "version"), (7, "must have kind .WhisperSpec"), (26, "incomplete|type|bytes")):
         changed = bytearray(whole)
         changed[at] ^= 0x11
         (tmp_path / "model.bin").write_bytes(changed)
@@ -365,7 +365,7 @@ def test_where_weights_are_looked_for(tmp_path, monkeypatch):
 
 def test_a_processor_of_another_kind_is_refused():
     model = small()
-    with pytest.raises(ArgumentError, match="wanted a WhisperProcessor"):
+    with pytest.raises(ArgumentError, match="must be a WhisperProcessor"):
         WhisperModelWrapper(model.whisper_model, 3)
     with pytest.raises(ArgumentError, match="the tokenizer belongs to a larger model"):
         WhisperModelWrapper(model.whisper_model, multilingual_tokenizer())
@@ -546,9 +546,9 @@ def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
 def test_an_evaluation_says_which_clips_it_hears(tones, capsys):
     task = load_task("whisper", tones, weights=SMALL, val_clips=2)
     assert task.evaluates == "2 of the 4 held-out clips" and len(task.val) == 2
-    assert "an evaluation uses 2 of the 4 held-out clips" in capsys.readouterr().err
+    assert "each evaluation uses 2 of the 4 held-out clips" in capsys.readouterr().err
     assert load_task("whisper", tones, weights=SMALL).evaluates is None
-    assert "an evaluation" not in capsys.readouterr().err
+    assert "each evaluation" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

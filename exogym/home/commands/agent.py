@@ -28,23 +28,24 @@ def agent(
         str | None, typer.Option(metavar="TEXT", help="Name that others see. [default: this computer's name]")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="IP", help="This computer's address to listen at. [default: its only one]")
+        str | None,
+        typer.Option(metavar="IP", help="Address of this computer to listen on. [default: its only address]"),
     ] = None,
     port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0 takes any free port.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on. 0 chooses a free port.")
     ] = PORT,
     ssh_port: Annotated[
         int, typer.Option(metavar="N", min=1, max=65535, help="Port of this computer's SSH server.")
     ] = 22,
     authorized_keys: Annotated[
-        str, typer.Option(metavar="FILE", help="File that receives the keys of paired computers.")
+        str, typer.Option(metavar="FILE", help="File to which the keys of paired computers are added.")
     ] = "~/.ssh/authorized_keys",
     debug: Debug = False,
 ) -> None:
     """Let exogym discover and exogym wizard find this computer, until Ctrl-C.
 
-    Before pairing, other computers see only this computer's name. To pair, type the code shown here on another
-    computer. That computer may then log in over SSH as this user.
+    Before pairing, other computers see only this computer's name. To pair, type the code that is shown here on
+    another computer, which may then log in to this computer over SSH as the current user.
     """
     needs_packages()
     where = own_address(address)
@@ -55,7 +56,7 @@ def agent(
     try:
         with announced(waiting.name, where, waiting.port) as final:
             waiting.name = final
-            print(f"{final} can be found at {where} port {waiting.port}; Ctrl-C ends it", flush=True)
+            print(f"{final} can be found at {where} port {waiting.port}; press Ctrl-C to stop", flush=True)
             serving = threading.Thread(target=waiting.serve, daemon=True)
             serving.start()
             serving.join()

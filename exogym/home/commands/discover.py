@@ -28,13 +28,15 @@ def discover(
     at: At = None,
     pair_with: Annotated[
         str | None,
-        typer.Option("--pair", metavar="NAME", help="Pair with the computer NAME, by the code that it shows."),
+        typer.Option("--pair", metavar="NAME", help="Pair with the computer NAME, using the code that it shows."),
     ] = None,
     code: Annotated[
         str | None,
-        typer.Option(metavar="CODE", help="Code that the computer of --pair shows. [default: ask in the terminal]"),
+        typer.Option(
+            metavar="CODE", help="Code that the computer named by --pair shows. [default: ask in the terminal]"
+        ),
     ] = None,
-    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file with the paired computers.")] = Path(
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file to which paired computers are added.")] = Path(
         "distributed_hosts.json"
     ),
     key: KeyFile = KEY_FILE,
@@ -44,18 +46,18 @@ def discover(
 ) -> None:
     """List the computers that run exogym agent, or pair with one.
 
-    --pair adds the named computer to the hosts file after you type the code that the named computer shows.
+    If you pass --pair and type the code that the named computer shows, the computer is added to the hosts file.
     """
     needs_packages()
     if seconds <= 0:
-        raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
+        raise ArgumentError(f"--seconds={seconds:g} must be greater than 0")
     if code is not None and pair_with is None:
         raise ArgumentError("--code needs --pair: name the computer that shows the code")
     found = agents(seconds, at or [])
     if pair_with is not None:
         target = chosen(found, pair_with)
         if code is None and not sys.stdin.isatty():
-            raise ArgumentError(f"--pair {pair_with} needs --code CODE without a terminal")
+            raise ArgumentError(f"--pair {pair_with} cannot ask for the code without a terminal: pass --code CODE")
         typed = code or typer.prompt(f"Code that {target.name} at {target.address} shows")
         paired = pair(target.address, target.port, typed, key)
         enrol(paired, hosts, key, ssh_config)
@@ -86,7 +88,7 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
     for place in places:
         address, _, number = place.partition(":")
         if number and not (number.isdecimal() and 0 < int(number) < 65536):
-            raise ArgumentError(f"--at={place!r}: wanted ADDRESS or ADDRESS:PORT (default {PORT})")
+            raise ArgumentError(f"--at={place!r} must be ADDRESS or ADDRESS:PORT (default port: {PORT})")
         port = int(number or PORT)
         try:
             found.append(Found(name_at(address, port), address, port, True))
@@ -104,10 +106,12 @@ def chosen(found: Sequence[Found], name: str) -> Found:
     alike = [one for one in found if one.answers and name in (one.name, one.address)]
     if len(alike) > 1:
         places = ", ".join(one.address for one in alike)
-        raise ArgumentError(f"several computers have the name {name}: give one address: {places}")
+        raise ArgumentError(f"several computers are named {name}: use the address of one of them: {places}")
     if not alike:
         names = [one.name for one in found if one.answers]
-        hint = nearest(name, names) if names else "no computer was found: start exogym agent there or give --at ADDRESS"
+        hint = (
+            nearest(name, names) if names else "no computers were found: start exogym agent there, or pass --at ADDRESS"
+        )
         raise ArgumentError(f"found no computer {name!r}: {hint}")
     return alike[0]
 
@@ -117,15 +121,17 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console = console_on(sys.stdout)
     if not rows:
         console.print(
-            "no computer was found: start exogym agent on the other computers of this network. If mDNS cannot reach "
-            "them (guest network, firewall on UDP 5353), give --at ADDRESS", soft_wrap=True,
+            "no computers were found: start exogym agent on the other computers on this network. If mDNS cannot reach "
+            "them (guest network, firewall on UDP port 5353), pass --at ADDRESS", soft_wrap=True,
         )  # fmt: skip
         return
     table = Table("name", "address", "", box=None, pad_edge=False)
     table.columns[2].overflow = "fold"
     for row in rows:
-        state = "ready; exogym discover --pair to use it" if row["answers"] else "announced, but does not answer"
+        state = (
+            "ready; to use it, run exogym discover --pair NAME" if row["answers"] else "announced, but does not answer"
+        )
         if row["paired"]:
-            state = "in the hosts file; exogym doctor checks it"
+            state = "in the hosts file; to check it, run exogym doctor"
         table.add_row(Text(row["name"]), Text(f"{row['address']}:{row['port']}"), Text(state))
     console.print(table)

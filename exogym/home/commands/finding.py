@@ -21,9 +21,9 @@ from exogym.remote import HostsConfig
 FIND_S = 3.0
 TRIES = 3  # to type a code
 NONE_FOUND = (
-    "no computer was found. On each of the others, install the same exogym and run exogym agent; leave it open. "
-    "All must be in this network. In a guest network, or behind a firewall that blocks UDP port 5353, start again "
-    "with --at ADDRESS, the address that exogym agent shows"
+    "no computers were found. On each of the other computers, install the same version of exogym and keep exogym agent "
+    "running. All computers must be on this network. On a guest network, or behind a firewall that blocks UDP port "
+    "5353, start again with --at and the address that exogym agent shows"
 )
 READ, LOOK = "read", "look"
 
@@ -49,14 +49,14 @@ class Finder:
         """
         if self.file.exists() and computers is None:
             known = [host.address for host in HostsConfig.load(self.file).hosts]
-            choices = {READ: f"the hosts in {self.file}: {', '.join(known)}", LOOK: "look for others"}
+            choices = {READ: f"the hosts in {self.file}: {', '.join(known)}", LOOK: "look for other computers"}
             if self.asker.choose("--hosts", "Which computers?", choices, READ) == READ:
                 return
         needs_packages()
         for one in self._chosen(computers, places):
             if one.address not in self._known():
                 self._pair(one, codes)
-        asked = "Train on this computer, too?"
+        asked = "Train on this computer too?"
         if here is None:
             here = self.asker.sure(asked) if self.asker.can_ask else True
         if here:
@@ -67,13 +67,13 @@ class Finder:
 
     def _chosen(self, computers: str | None, places: Sequence[str]) -> list[Found]:
         while True:
-            say("looking for computers in this network ...")
+            say("looking for computers on this network ...")
             found = [one for one in agents(FIND_S, places) if one.answers]
             if found or not self.asker.can_ask:
                 break
             say(NONE_FOUND)
             if not self.asker.sure("Look again?"):
-                raise ArgumentError("no computer was found")
+                raise ArgumentError("no computers were found")
         if not found:
             raise ArgumentError(NONE_FOUND)
         if computers == "all":
@@ -81,7 +81,7 @@ class Finder:
         if computers is not None:
             return [chosen(found, name.strip()) for name in computers.split(",")]
         names = {one.address: f"{one.name} at {one.address}" for one in found}
-        wanted = self.asker.several("--computers", f"{len(found)} found. Which do you want to use?", names)
+        wanted = self.asker.several("--computers", f"Found {len(found)}. Which computers do you want to use?", names)
         return [one for one in found if one.address in wanted]
 
     def _pair(self, one: Found, codes: Mapping[str, str]) -> None:

@@ -44,27 +44,30 @@ def wizard(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="The task's data, copied to the computers. [default: the usual places]"),
+        typer.Option(
+            metavar="PATH", help="The task's data, copied to the computers. [default: search the usual places]"
+        ),
     ] = None,
     task_options: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Options of the task, as 'lora_rank=8, lines=40'.")
+        str | None, typer.Option(metavar="TEXT", help="Options of the task, such as 'lora_rank=8, lines=40'.")
     ] = None,
     hosts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Hosts file. Paired computers are added to it.")
     ] = None,
     computers: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Computers to use, as studio,den; or all.")
+        str | None, typer.Option(metavar="NAMES", help="Computers to use, such as studio,den, or all.")
     ] = None,
     code: Annotated[
         list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="Code that a computer shows. Repeatable.")
     ] = None,
     at: At = None,
     here: Annotated[
-        bool | None, typer.Option("--here/--not-here", help="When pairing, add this computer, too. [default: yes]")
+        bool | None, typer.Option("--here/--not-here", help="When pairing, also train on this computer. [default: yes]")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each node. [default: the task's]")] = None,
     strategy: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Strategy, as 'diloco:H=50'. [default: fits the network]")
+        str | None,
+        typer.Option(metavar="TEXT", help="Strategy, such as 'diloco:H=50'. [default: chosen for the network]"),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Examples per node and batch. [default: the task's]")
@@ -87,7 +90,8 @@ def wizard(
         Path | None, typer.Option(metavar="FILE", help="Use this earlier measurement instead of measuring.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(metavar="IP", help="This computer's address for the others. [default: its only one]")
+        str | None,
+        typer.Option(metavar="IP", help="Address at which the others reach this computer. [default: its only address]"),
     ] = None,
     key: KeyFile = KEY_FILE,
     ssh_config: SSHConfig = None,
@@ -96,18 +100,19 @@ def wizard(
 ) -> None:
     """Train on the computers of your network, after a few questions.
 
-    Finds computers that run exogym agent, or reads a hosts file. Checks these computers, and measures the network and a
-    step. Then it proposes a strategy, H, a batch size and a time, and trains if you agree. Every question can be
-    answered by an option, so the command also runs without a terminal. --yes agrees to training.
+    The wizard finds computers that run exogym agent, or reads a hosts file. It checks these computers, measures the
+    network and the time of a step, proposes a strategy, H and batch size with the predicted time, and trains if you
+    agree. You can answer every question with an option, so the command also runs without a terminal. With --yes, it
+    measures and trains without asking.
     """
     needs("questionary", "wizard")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new folder")
+        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: choose a new folder")
     what = task or asker.choose("--task", "What do you want to train?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
     if what == "whisper" and data is not None and data.is_file():
-        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder with the clips and the manifest")
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: pass the folder with the clips and the manifest")
     profile = RunProfile(
         what, strategy or "diloco", steps=steps, batch_size=batch_size, lr=lr, balance=balance, seed=seed,
         save_dir=save_dir, retries=RETRIES,
@@ -128,7 +133,7 @@ def wizard(
     if not run.look():
         raise typer.Exit(1)
     if measured is None and not run.may_measure():
-        say("nothing was done: give --yes to measure and train")
+        say("nothing was done: pass --yes to measure and train")
         return
     plan = run.agree(measured)
     if plan is None:
@@ -144,8 +149,8 @@ def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
     for option, value in given.items():
         if value is not None:
             raise ArgumentError(
-                f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} names the computers: leave out {option}, "
-                "or name computers to pair with in --computers"
+                f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} already names the computers: leave "
+                f"{option} out, or name the computers to pair with in --computers"
             )
 
 
@@ -266,8 +271,8 @@ class Preparing:
         with_ = [*(["the data"] if self.place.data else []), *(["the weights"] if self.place.weights else [])]
         data = f" with {' and '.join(with_)}" if with_ else ""
         say(
-            f"next: measure the network and a step of {self.profile.task} on each computer, for about half a minute. "
-            f"This copies the folder {self.place.folder}{data} to {there} on each"
+            f"next: copy the folder {self.place.folder}{data} to {there} on each computer, and measure the network and "
+            f"a step of {self.profile.task}, which takes about half a minute"
         )
         return self.yes or self.asker.sure("Measure now?")
 
@@ -280,7 +285,10 @@ class Preparing:
         if measured is not None:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:
-                raise ArgumentError(f"--measured={os.fspath(measured)!r} was not written by exogym doctor --measure")
+                raise ArgumentError(
+                    f"--measured={os.fspath(measured)!r} was not written by exogym doctor --measure: pass a file that "
+                    "it wrote"
+                )
             network.measurement.check_hosts(self.config.addresses)
             self._network, self._batch = network, self.profile.batch_size
         while True:
@@ -302,7 +310,7 @@ class Preparing:
         write_json(place.folder / MEASURED, self._network.measurement.describe())
         session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
         say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}")
-        say(f"to repeat the run, in that folder: {session.command}")
+        say(f"to repeat the run, use this command in that folder: {session.command}")
         return session
 
     def _fields(self, plan: Proposal) -> dict[str, Any]:
@@ -345,7 +353,7 @@ class Preparing:
         if self.yes:
             return START
         if not self.asker.can_ask:
-            say("nothing was trained: give --yes to start")
+            say("nothing was trained: pass --yes to start")
             return STOP
         choices = {
             START: "start training", CHANGE: "change something", FILES: "only write the files", STOP: "stop",
@@ -398,7 +406,7 @@ def carry_out(session: WizardRun, plan: Proposal, task: Task) -> None:
         off = took_s / plan.seconds - 1
         took, estimated, total = map(readable_seconds, (took_s, plan.seconds, time.monotonic() - begun))
         more = f"{abs(off) * 100:.0f} % {'more' if off >= 0 else 'less'}"
-        say(f"training took {took}, estimated {estimated}, {more}; {total} with starting and copying")
+        say(f"training took {took}, {more} than the estimated {estimated}; {total} including start and copying")
 
 
 def _several(number: int, what: str) -> str:

@@ -67,7 +67,7 @@ class Agent:
             self._listener = listen(address, port)
         except OSError as error:
             raise ArgumentError(
-                f"port={port} of {address} cannot be used ({error.strerror}): give another --port"
+                f"cannot listen on port {port} of {address} ({error.strerror}): choose another --port"
             ) from None
         self.port: int = self._listener.getsockname()[1]
         self._calls: dict[socket.socket, str] = {}  # open calls, oldest first -> address
@@ -99,7 +99,7 @@ class Agent:
 
     def _show_code(self, code: str | None) -> None:
         if code is None:
-            self.show("too many wrong codes: pairing is closed until you restart exogym agent")
+            self.show("too many wrong codes: to pair again, restart exogym agent")
         else:
             self.show(f"code for pairing: {shown_code(code)}")
 
@@ -154,12 +154,12 @@ class Agent:
         name = plain_name(str(request.get("name"))[:100])
         told = (request.get("address"), request.get("agent_address"))
         if told != (address, self.address):
-            self.show(f"not paired with {name}: its address here is {address}, but its own is {str(told[0])[:40]!r}")
+            self.show(f"not paired with {name}: it connects from {address}, but says that it is {str(told[0])[:40]!r}")
             return {"refused": "address"}
         try:
             key = login.public_key(request.get("public_key"))
             if not login.signed(key, exchange.statement(key), request.get("signature")):
-                self.show(f"not paired with {name} at {address}: it sent a key without a proof that it owns the key")
+                self.show(f"not paired with {name} at {address}: it did not prove that it owns the key that it sent")
                 return {"refused": "key"}
             added = login.authorize(self._authorized_keys, key, address, name)
         except (OSError, ArgumentError) as error:
@@ -167,11 +167,9 @@ class Agent:
             return {"refused": "login"}
         where, user = os.path.expanduser(self._authorized_keys), self._login["user"]
         if added:
-            how = (
-                f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to undo the pairing"
-            )
+            how = f"it may now log in as {user}; to undo the pairing, remove the line exogym:{name} from {where}"
         else:
-            how = f"your own line in {where} already admits its key, so the file stays as it is"
+            how = f"your own line in {where} already permits its key, so the file was not changed"
         self.show(f"paired with {name} at {address}: {how}")
         return self._login
 

@@ -27,7 +27,7 @@ PORT = 8422
 LEAST_PORT = 1024
 MOST_FOUND, AT_ONCE = 64, 16
 ASK_S, RESOLVE_MS = 3.0, 500
-MDNS_PORT = "allow UDP port 5353"
+MDNS_PORT = "allow UDP port 5353 in the firewall"
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def own_address(given: str | None = None) -> str:
             raise ArgumentError(f"--address={given!r} is not an address of this computer; its addresses: {known}")
         return given
     if not addresses:
-        raise ArgumentError("this computer has no address in any network: connect it to a network")
+        raise ArgumentError("this computer has no network address: connect it to a network")
     if len(addresses) > 1:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # sends nothing; only selects the outgoing address
             if probe.getsockname()[0] in addresses:
                 return str(probe.getsockname()[0])
-        raise ArgumentError(f"this computer has several addresses: give one with --address: {', '.join(addresses)}")
+        raise ArgumentError(f"this computer has several addresses: choose one with --address: {', '.join(addresses)}")
     return addresses[0]
 
 
@@ -135,7 +135,7 @@ def find(seconds: float = 3.0) -> list[Found]:
 
     networks = own_networks()
     if not networks:
-        raise ArgumentError("this computer has no address in any network: connect it to a network")
+        raise ArgumentError("this computer has no network address: connect it to a network")
     names: dict[str, None] = {}
     lock = threading.Lock()
 
@@ -219,5 +219,7 @@ def told_name(answer: dict[str, Any]) -> str:
     """
     name = answer.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise PairingError("the other computer runs no exogym agent of this version: install the same exogym on it")
+        raise PairingError(
+            "the other computer does not run this version of exogym agent: install the same version there"
+        )
     return name

@@ -39,10 +39,10 @@ LENGTH_BYTES = 4
 DIGITS = 6
 CALLER, AGENT = "caller", "agent"
 REFUSALS = {
-    "code": "the typed code differs from the code that the agent shows now: look again, and type that code",
-    "closed": "too many wrong codes were tried: restart exogym agent on the other computer",
-    "key": "this computer did not prove that it owns the key that it sent: give another key with --key",
-    "address": "the network between the two computers changes addresses (NAT): pair them in one network without NAT",
+    "code": "the code is wrong: type the code that the agent shows now",
+    "closed": "there were too many wrong codes: restart exogym agent on the other computer",
+    "key": "this computer did not prove that it owns the key that it sent: choose another key with --key",
+    "address": "the network between the two computers translates addresses (NAT): pair them on a network without NAT",
     "login": "the agent could not write authorized_keys: the other computer prints the reason",
 }
 
@@ -112,7 +112,9 @@ class Messages:
     def receive(self) -> bytes:
         size = int.from_bytes(self._exactly(LENGTH_BYTES), "big")
         if size > MOST_BYTES:
-            raise ProtocolError(f"the other end announced a message of {size} bytes; the limit is {MOST_BYTES}")
+            raise ProtocolError(
+                f"the other computer announced a message of {size} bytes, but at most {MOST_BYTES} are allowed"
+            )
         return self._exactly(size)
 
     def tell(self, value: dict[str, Any]) -> None:
@@ -128,16 +130,16 @@ class Messages:
             try:
                 data = self.connection.recv(size - len(found))
             except OSError as error:
-                raise ProtocolError(f"the other end sent nothing in time, or is gone ({error})") from None
+                raise ProtocolError(f"the other computer sent nothing in time, or is gone ({error})") from None
             if not data:
-                raise ProtocolError("the other end closed the connection")
+                raise ProtocolError("the other computer closed the connection")
             found += data
         return found
 
     def _wait(self) -> None:
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
-            raise ProtocolError("the other end took too long")
+            raise ProtocolError("the other computer took too long")
         self.connection.settimeout(left_s)
 
 

@@ -27,7 +27,7 @@ OURS = re.compile(r"[ \t]exogym:[A-Za-z0-9._-]+$")  # the end of each line that 
 SCAN_S = 5
 NO_SSHD = (
     "no SSH server answers at {address} port {port} of this computer: start one (Debian: apt-get install "
-    "openssh-server; macOS: Settings, Sharing, Remote Login), or give its port with --ssh-port"
+    "openssh-server; macOS: Settings, Sharing, Remote Login), or pass its port as --ssh-port"
 )
 
 
@@ -49,7 +49,7 @@ def public_key(text: object) -> str:
         size = int.from_bytes(blob[:4], "big")
         if blob[4 : 4 + size] == words[0].encode():
             return f"{words[0]} {words[1]}"
-    raise ArgumentError(f"{str(text)[:40]!r} is not a public SSH key: wanted a key like 'ssh-ed25519 AAAA...'")
+    raise ArgumentError(f"{str(text)[:40]!r} is not a public SSH key: it must look like 'ssh-ed25519 AAAA...'")
 
 
 def own_key(path: str) -> str:
@@ -162,7 +162,7 @@ def known_hosts_of(host: Host) -> Path:
     files = next((line.split()[1:] for line in said.splitlines() if line.startswith("userknownhostsfile ")), [])
     if not files or files[0] in ("none", os.devnull):
         raise ArgumentError(
-            f"your SSH config stores no host keys (UserKnownHostsFile {' '.join(files)}): name a file there"
+            f"your SSH config saves no host keys (UserKnownHostsFile {' '.join(files)}): set this option to a file"
         )
     return Path(os.path.expanduser(files[0]))
 

@@ -67,7 +67,7 @@ def pair(address: str, port: int, code: str, key: str) -> Paired:
     try:
         connection = socket.create_connection((address, port), timeout=PAIR_S)
     except OSError as error:
-        raise PairingError(f"{address} port {port} does not answer ({error}): start exogym agent on it") from None
+        raise PairingError(f"{address} port {port} does not answer ({error}): start exogym agent there") from None
     with connection:
         address = connection.getpeername()[0]
         line = Messages(connection, PAIR_S)
@@ -106,7 +106,7 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
             raise ArgumentError("the agent sent no host keys")
         known = tuple(login.public_key(key) for key in keys)
     except ArgumentError as error:
-        raise PairingError(f"{name} at {address} sent unusable data: {error}") from None
+        raise PairingError(f"{name} at {address} sent invalid data: {error}") from None
     return Paired(name, entry, known)
 
 
@@ -130,7 +130,7 @@ def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_conf
     (host,) = HostsConfig.load(fields).hosts
     try:
         if login.remember(host, paired.host_keys):
-            notice(f"{host.address} had another host key before; it is replaced by the key from this pairing")
+            notice(f"{host.address} had a different host key before, which was replaced by the key from this pairing")
     except OSError as error:
         raise ExoGymError(f"the host key of {host.address} cannot be saved: {error}") from None
     ask(host, "python")
@@ -156,7 +156,7 @@ def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_conf
         if fields and fields.get("ssh_config_path") != ssh_config:
             there = fields.get("ssh_config_path")
             raise ArgumentError(
-                f"ssh_config={ssh_config!r}, but {os.fspath(path)} has ssh_config_path={there!r}: give the same path"
+                f"ssh_config={ssh_config!r}, but {os.fspath(path)} has ssh_config_path={there!r}: pass the same path"
             )
         fields["ssh_config_path"] = ssh_config
     hosts = [fields["master"], *fields.get("workers", [])] if "master" in fields else []

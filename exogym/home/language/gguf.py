@@ -33,7 +33,9 @@ def check_gguf(path: Path) -> None:
         with opened_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _Header(data).check()
     except (OSError, ValueError, struct.error) as error:
-        raise DataError(f"{path} is not a whole GGUF file ({error}): copy it again, or give another file") from error
+        raise DataError(
+            f"{path} is not a complete GGUF file ({error}): copy it again, or choose another file"
+        ) from error
 
 
 class _Header:
@@ -42,10 +44,10 @@ class _Header:
 
     def check(self) -> None:
         if self._taken(4) != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+            raise ValueError("it does not start with GGUF")
         self.order = "<" if self.data[self.at : self.at + 2] != b"\0\0" else ">"
         if (version := self._number("I")) not in VERSIONS:
-            raise ValueError(f"it has version {version}: wanted one of {VERSIONS}")
+            raise ValueError(f"it has version {version}, but only versions {VERSIONS} can be read")
         tensors, fields = self._number("Q"), self._number("Q")
         values: dict[str, Any] = {}
         for _ in range(fields):
@@ -61,7 +63,7 @@ class _Header:
         kind_of_model = f"{values.get('general.architecture')}."
         for name, value in values.items():
             if name.startswith(kind_of_model) and isinstance(value, int) and abs(value) > LARGEST:
-                raise ValueError(f"{name} = {value}: wanted at most {LARGEST}")
+                raise ValueError(f"{name} = {value}, but at most {LARGEST} is allowed")
         name = f"{kind_of_model}block_count"
         if not isinstance(values.get(name), int) or not 0 <= values[name] <= len(layers):
             raise ValueError(f"{name} is {values.get(name)}, and it has the tensors of {len(layers)} layers")

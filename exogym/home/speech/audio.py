@@ -28,7 +28,7 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
     """
     soundfile = needs("soundfile", "whisper")
     if not isinstance(source, bytes) and not os.path.isfile(source):  # opening a pipe would wait for its other end
-        raise DataError("there is no such file")
+        raise DataError("the file does not exist")
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
             rate, length_s = file.samplerate, file.frames / file.samplerate
@@ -40,7 +40,7 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
     except (RuntimeError, OSError, ValueError, MemoryError) as error:  # soundfile raises them
         raise DataError(str(error) or type(error).__name__) from error
     if not np.isfinite(samples).all():
-        raise DataError("it holds samples that are not finite numbers")
+        raise DataError("some of its samples are not finite")
     return one_channel(samples, rate), len(samples) / rate
 
 
@@ -55,7 +55,7 @@ def one_channel(samples: Any, rate: int) -> np.ndarray:
     if found.ndim == 2:
         found = found.mean(axis=int(found.shape[0] > found.shape[1]))
     if found.ndim != 1:
-        raise DataError(f"samples of shape {found.shape}: wanted (n,), or (n, channels)")
+        raise DataError(f"samples have shape {found.shape}, but must have shape (n,) or (n, channels)")
     return resample(found.astype(np.float32), rate)
 
 

@@ -154,7 +154,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None) -> Speec
     if len(kept) < 2:
         raise DataError(
             f"{origin}: only {len(kept)} clips are left for training and validation ({dict(left_out)} left out); "
-            "wanted two or more, with words, and no longer than the window"
+            "at least two are needed that have words and are no longer than the window"
         )
     if window_s is None:
         window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
@@ -194,13 +194,13 @@ def _sound(audio: Any, limit_s: float) -> tuple[np.ndarray, float]:
         if audio.get("array") is not None:
             samples = np.asarray(audio["array"])
             if samples.size and not np.isfinite(samples).all():
-                raise DataError("it holds samples that are not finite numbers")
+                raise DataError("some of its samples are not finite")
             rate = int(audio["sampling_rate"])
             return one_channel(samples, rate), max(samples.shape, default=0) / rate
         audio = audio.get("bytes") or audio.get("path")
     if not isinstance(audio, str | os.PathLike | bytes):
         raise DataError(
-            f"the audio is a {type(audio).__name__}: wanted a file, or a mapping with array and sampling_rate"
+            f"the audio is a {type(audio).__name__}, but must be a file or a mapping with array and sampling_rate"
         )
     return read_audio(audio, limit_s)
 
@@ -217,7 +217,7 @@ def _entries(data: Any) -> tuple[list[ClipEntry], str]:
         return _rows_of(datasets.load_from_disk(str(folder))), str(folder)
     raise DataError(
         f"data={os.fspath(data)!r} has no manifest: write a manifest.csv with the header 'audio,text' and one line per "
-        "clip, or give a data set that Hugging Face's save_to_disk wrote"
+        "clip, or pass a data set that Hugging Face's save_to_disk wrote"
     )
 
 
@@ -239,12 +239,12 @@ def _rows_of(data: Any) -> list[ClipEntry]:
         words = None if text is None else getattr(features[text], "names", None)  # names of a ClassLabel
     if not isinstance(data, Iterable):
         raise DataError(
-            f"data is a {type(data).__name__}: wanted a folder, a manifest, or a data set with audio and text"
+            f"data is a {type(data).__name__}, but must be a folder, a manifest, or a data set with audio and text"
         )
     found = []
     for number, row in enumerate(data):
         if not isinstance(row, Mapping):
-            raise DataError(f"clip {number} is a {type(row).__name__}: wanted a mapping with audio and text")
+            raise DataError(f"clip {number} is a {type(row).__name__}, but must be a mapping with audio and text")
         where = f"clip {number}"
         speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
         said = column(row, TEXT, where)

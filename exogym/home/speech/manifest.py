@@ -55,7 +55,9 @@ def find_manifest(data: str | os.PathLike[str]) -> Path | None:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise DataError(f"data={os.fspath(data)!r} does not exist: give a folder with a manifest, or the manifest")
+        raise DataError(
+            f"data={os.fspath(data)!r} does not exist: pass a folder with a manifest, or the manifest itself"
+        )
     for name in NAMES:
         for ending in ENDINGS:
             if (path / (name + ending)).is_file():
@@ -104,7 +106,7 @@ def _entries(path: Path, held_out: bool | None) -> list[ClipEntry]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a manifest: {error}") from error
     if not found:
-        raise DataError(f"{path} lists no clip: wanted a header, then a line for each clip with its file and text")
+        raise DataError(f"{path} lists no clips: write a header, and a line with the file and the text of each clip")
     return found
 
 
@@ -141,9 +143,11 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number} is no JSON object ({error}): wanted one per line") from None
+            raise DataError(
+                f"{path}, line {number} is not a JSON object ({error}): write one object per line"
+            ) from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number} holds a {type(row).__name__}: wanted a JSON object per line")
+            raise DataError(f"{path}, line {number} contains a {type(row).__name__}: write one JSON object per line")
         yield number, {_plain(str(name)): value for name, value in row.items()}
 
 
@@ -159,7 +163,7 @@ def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | Non
     speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
     if split:
         if split not in TRAIN | VALIDATION:
-            raise DataError(f"{where}: the split {split!r} is unknown: wanted train, validation or test")
+            raise DataError(f"{where}: the split {split!r} is unknown: use train, validation or test")
         held_out = split in VALIDATION
     return ClipEntry(_inside(path, str(audio), where), "" if text is None else str(text), speaker, held_out, str(audio))
 

@@ -48,7 +48,7 @@ def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[
     if shutil.which(PROGRAM) is None:
         raise ExoGymError(
             f"synthetic speech needs {PROGRAM}, which is not installed: apt-get install {PROGRAM} (Debian, Ubuntu), "
-            f"brew install {PROGRAM} (macOS), or give data="
+            f"brew install {PROGRAM} (macOS), or pass data="
         )
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines):
@@ -88,7 +88,7 @@ def lines_of_shakespeare(count: int, held_out: int) -> tuple[list[str], list[str
     )  # fmt: skip
     if len(fit) < count + held_out:
         raise DataError(
-            f"the text has {len(fit)} lines of {FEWEST_WORDS} to {MOST_WORDS} words; wanted {count + held_out}"
+            f"the text has {len(fit)} lines of {FEWEST_WORDS} to {MOST_WORDS} words, but {count + held_out} are needed"
         )
     order = generator(0, "lines")
     chosen = [fit[i] for i in torch.randperm(len(fit), generator=order)[: count + held_out].tolist()]

@@ -76,9 +76,9 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
     try:
         version = reader.number("I")
         if version != VERSION:
-            raise DataError(f"{path} has version {version} of CTranslate2's format: wanted version {VERSION}")
+            raise DataError(f"{path} has version {version} of CTranslate2's format, but must have version {VERSION}")
         if (kind := reader.name()) != KIND:
-            raise DataError(f"{path} has a model of the kind {kind!r}: wanted {KIND!r}")
+            raise DataError(f"{path} has a model of kind {kind!r}, but must have kind {KIND!r}")
         reader.number("I")
         found = {}
         for _ in range(reader.number("I")):

@@ -99,11 +99,11 @@ class WordErrors:
             DataError: the numbers of texts and transcripts differ, or no text has a word.
         """
         if len(texts) != len(heard):
-            raise DataError(f"{len(texts)} texts and {len(heard)} transcripts: give a transcript for each text")
+            raise DataError(f"{len(texts)} texts and {len(heard)} transcripts: pass one transcript per text")
         pairs = [(plain(text), plain(said)) for text, said in zip(texts, heard, strict=True)]
         pairs = [(text, said) for text, said in pairs if text]
         if not pairs:
-            raise DataError("no text has a word, so there is no word error rate: give texts with words")
+            raise DataError("the texts have no words, so the word error rate is undefined: pass texts with words")
         found = needs("jiwer", "whisper").process_words([text for text, _ in pairs], [said for _, said in pairs])
         return cls(
             found.hits + found.substitutions + found.deletions, found.substitutions, found.deletions, found.insertions

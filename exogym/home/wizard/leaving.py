@@ -30,7 +30,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
 
     >>> for line in hand_over("digits", None, {"hidden": 8}, Path("runs/one/fit_1.model.safetensors")):
     ...     print(line)
-    to use it, in Python:
+    to use it in Python:
         from exogym import load_model
         from exogym.tasks import load_task
         model = load_model(load_task('digits', hidden=8).make_model(), 'runs/one/fit_1.model.safetensors')
@@ -41,7 +41,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
         return _language(options, file)
     given = ", ".join([repr(task), *([repr(data)] if data else []), *(f"{key}={options[key]!r}" for key in options)])
     return [
-        "to use it, in Python:", "    from exogym import load_model", "    from exogym.tasks import load_task",
+        "to use it in Python:", "    from exogym import load_model", "    from exogym.tasks import load_task",
         f"    model = load_model(load_task({given}).make_model(), {str(file)!r})",
     ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
     folder = file.parent / MODEL
     trained.save_pretrained(folder)
     return [
-        f"the model for transformers, adapters merged: {folder}", "to use it, in Python:",
+        f"model for transformers, with merged adapters: {folder}", "to use it in Python:",
         "    import transformers, exogym.home.speech",
         f"    hear = transformers.pipeline('automatic-speech-recognition', {str(folder)!r})",
         "    print(hear(exogym.home.speech.read_audio('recording.wav')[0])['text'])",
@@ -69,12 +69,12 @@ def _language(options: Mapping[str, Any], file: Path) -> list[str]:
     model = LanguageModelWrapper.from_trained(file, known["weights"])
     folder = file.parent / MODEL
     model.save_pretrained(folder)
-    lines = [f"the model for transformers, adapters merged: {folder}"]
+    lines = [f"model for transformers, with merged adapters: {folder}"]
     if known["lora_rank"] is not None:
         model.save_adapter(file.parent / ADAPTER)
-        lines.append(f"the adapter alone, for peft: {file.parent / ADAPTER}")
+        lines.append(f"adapter alone, for peft: {file.parent / ADAPTER}")
     return [
-        *lines, "to use it, in Python:", "    import transformers",
+        *lines, "to use it in Python:", "    import transformers",
         f"    write = transformers.pipeline('text-generation', {str(folder)!r})",
         "    print(write('Once', max_new_tokens=40)[0]['generated_text'])",
     ]  # fmt: skip

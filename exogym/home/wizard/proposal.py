@@ -51,9 +51,9 @@ class Proposal:
         least, most = self.speedup_range
         lines = [
             f"strategy {self.strategy}, {self.steps} steps of {self.batch_size} examples on each node",
-            f"about {readable_seconds(self.seconds)} of training, plus {START} to start; the fastest computer alone "
-            f"would need about {readable_seconds(self.alone_s)} for as many examples; without evaluations "
-            f"{self.speedup:.3g} times as fast, likely {least:.3g} to {most:.3g}",
+            f"about {readable_seconds(self.seconds)} of training, plus {START} to start. The fastest computer alone "
+            f"would need about {readable_seconds(self.alone_s)} for as many examples. Apart from evaluations, all "
+            f"computers together are {self.speedup:.3g} times as fast, probably {least:.3g} to {most:.3g} times",
             *(f"because {text}" for text in self.because),
         ]
         return "\n".join(lines + self.hints)
@@ -106,7 +106,9 @@ def propose(
     if seconds is None and measurement is not None:
         seconds = measurement.step_s
     if seconds is None:
-        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
+        raise ArgumentError(
+            "network= has no measured step of the task: measure one with exogym doctor --measure --task NAME"
+        )
     nodes, compared = len(seconds), candidates(steps)
     if strategy is not None and strategy not in compared:
         compared.append(strategy)
@@ -121,15 +123,17 @@ def propose(
     forward_s = [evaluated / batch_size * s * FORWARD for s in seconds]
     evaluation_s = [evaluations * s for s in (forward_s if known is None else known)]
     reasons = [advice.because if strategy is None else "you chose it", _sent(row)]
-    reasons.append(f"the task's learning rate was chosen for {batch_size} examples in a batch")
+    reasons.append(f"the task's learning rate was chosen for batches of {batch_size} examples")
     hints = []
     if max(seconds) > UNEQUAL * min(seconds):
         hints.append(
-            f"the slowest computer takes {max(seconds) / min(seconds):.2g} times as long for a step as the fastest: "
-            "--balance steps divides the load by speed"
+            f"a step takes {max(seconds) / min(seconds):.2g} times as long on the slowest computer as on the fastest: "
+            "use --balance steps to divide the load by speed"
         )
     if known is None and evaluations:
-        hints.append("no evaluation was measured; the estimate takes a third of a step for as many examples")
+        hints.append(
+            "evaluations were not measured: the estimate assumes a third of a training step for as many examples"
+        )
     if row.speedup < 1:
         hints.append("the fastest computer alone would be faster than all computers together")
     return Proposal(
@@ -147,4 +151,4 @@ def _row_of(advice: Advice, strategy: str) -> Row:
 
 def _sent(row: Row) -> str:
     sent = readable_bytes(row.tx_bytes_per_step)
-    return f"each node computes {row.utilisation:.0%} of its time and sends {sent} a step"
+    return f"each node computes {row.utilisation:.0%} of the time and sends {sent} per step"
