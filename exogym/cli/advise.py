@@ -57,66 +57,66 @@ def advise(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Whose collectives: gloo, nccl or any. [default: nccl for --device of NVIDIA, otherwise gloo]",
+            help="Library whose collectives are predicted: gloo, nccl or any. [default: nccl if --device is NVIDIA's, "
+            "otherwise gloo]",
         ),
     ] = None,
     parameters: Annotated[
-        str | None, typer.Option(metavar="P", help="The model's trainable parameters, as 124M or 1.3B.")
+        str | None, typer.Option(metavar="P", help="Number of the model's trainable parameters, such as 124M or 1.3B.")
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"A task with its model; ExoGym measures a step here. {', '.join(DATASETS)}."
+            metavar="NAME", help=f"Task whose model to use; a step is measured on this machine. {', '.join(DATASETS)}."
         ),
     ] = None,
     own_task: Annotated[
         str | None,
-        typer.Option("--task", metavar="MODULE:FUNCTION", help="Your own model: a function that returns a Task."),
+        typer.Option("--task", metavar="MODULE:FUNCTION", help="Your own model, as a function that returns a Task."),
     ] = None,
     hosts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="First measure these hosts into measured.json; see docs/real_machines.md."),
+        typer.Option(metavar="FILE", help="Hosts file whose hosts are measured first, into measured.json."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The task's data: a file or folder. [default: the usual places]")
+        str | None,
+        typer.Option(metavar="PATH", help="File or folder with the task's data. [default: the task's usual places]"),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(metavar="N", help="Number of nodes. [default: from --speeds, the network or the task]")
     ] = None,
     step_seconds: Annotated[
-        str | None, typer.Option(metavar="S", help="Time of a node's step, as 0.8 or 80ms.")
+        str | None, typer.Option(metavar="S", help="Time of a node's step, such as 0.8 (seconds) or 80ms.")
     ] = None,
     flops: Annotated[
         str | None,
         typer.Option(
             metavar="F",
-            help="Operations of a node's step on --device, as 6e14, instead of its time. [default: 6 per parameter and "
-            f"token, for {TOKENS} tokens]",
+            help="Operations of a node's step on --device, such as 6e14, instead of its time. [default: 6 per "
+            f"parameter and token, for {TOKENS} tokens]",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help=f"Device that takes the step: {', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]"
-        ),
+        typer.Option(metavar="NAME", help=f"Device of each node: {', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]"),
     ] = None,
     speeds: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="The nodes' speeds, as 1,1,0.5. A node with 0.5 takes twice as long."),
+        typer.Option(metavar="LIST", help="Relative speeds of the nodes, such as 1,1,0.5 (0.5 takes twice as long)."),
     ] = None,
     strategies: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="Strategies to rank, as 'ddp,diloco:H=50,streaming_diloco:H=100:bits=4'. "
+            help="Strategies to rank, such as 'ddp,diloco:H=50,streaming_diloco:H=100:bits=4'. "
             f"Names: {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Steps of each node with DDP in your run. [default: the task's, or {STEPS}; if no step is given, "
-            "20 tokens per parameter]"
+            help=f"Steps per node that your run would take with DDP. [default: the task's, or {STEPS}; if no step is "
+            "given, 20 tokens per parameter]"
         ),
     ] = None,
     skew: Annotated[
@@ -127,17 +127,17 @@ def advise(
             "1. A task has its own.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     debug: Debug = False,
 ) -> None:
     """Recommend a strategy for a network.
 
     Prints the command to run, its predicted time and the reason, then a table with each strategy's predicted time per
-    step. Formulas need --parameters and --nodes, and are better with --step-seconds or --flops. With --dataset, ExoGym
-    takes the model from the task and measures a step.
+    step. Pass --parameters and --nodes to predict from formulas, which are more accurate with --step-seconds or
+    --flops. With --dataset, ExoGym uses the task's model and measures a step.
 
-    --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test. With
-    --hosts, ExoGym measures the hosts first. If the file or this measurement has the time of a step, ExoGym uses it.
+    --network accepts a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test. With
+    --hosts, ExoGym measures the hosts first. If the measurement contains the time of a step, ExoGym uses it.
     """
     _check_pairs(context)
     for name, number in (("--nodes", nodes), ("--steps", steps)):

@@ -28,8 +28,8 @@ from exogym.study.compare.folder import OPTION, named_again, resume_command, sav
 from exogym.study.sweep import Swept
 
 NETWORK_HELP = (
-    f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), '1Gbps,1Gbps,50Mbps:10ms' (each node's "
-    "line and a latency), or a .json file."
+    f"A preset ({', '.join(PRESETS)}), a bandwidth and a latency ('100Mbps,20ms'), a bandwidth per node and a latency "
+    "('1Gbps,1Gbps,50Mbps:10ms'), or a .json file."
 )
 
 # Options of a command that are no arguments in Python; a sweep's engine is not that of a run's placement.
@@ -66,12 +66,12 @@ def _option(kind: Any, default: Any, text: str, *flags: str, metavar: str | None
 
 # The options that compare and sweep share, named as in `fit`: each with its type and its default.
 SHARED = {
-    "dataset": _option(str, "digits", f"Task: {', '.join(DATASETS)}, or your own MODULE:FUNCTION."),
+    "dataset": _option(str, "digits", f"Task to train: {', '.join(DATASETS)}, or your own MODULE:FUNCTION."),
     "data": _option(
-        str | None, None, "The task's data: a file or folder. [default: the usual places]", metavar="PATH"
+        str | None, None, "File or folder with the task's data. [default: the task's usual places]", metavar="PATH"
     ),
     "num_nodes": _option(int | None, None, f"{words_of('num_nodes')} [default: the task's]", "--nodes"),
-    "max_steps": _option(int | None, None, "Steps of each node. [default: the task's]", "--steps"),
+    "max_steps": _option(int | None, None, "Steps per node. [default: the task's]", "--steps"),
     "batch_size": _option(int | None, None, "Examples per node and batch. [default: the task's]"),
     "lr": _option(float | None, None, "Learning rate of the inner optimizer. [default: the task's]"),
     "partitioner": _option(
@@ -80,15 +80,16 @@ SHARED = {
         "--partition", metavar="HOW",
     ),
     "val_size": _option(int | None, None, f"{words_of('val_size')} [default: 500]"),
-    "val_interval": _option(int | None, None, "Steps between evaluations. [default: gives 10 to 30 evaluations]"),
+    "val_interval": _option(int | None, None, "Steps between evaluations. [default: chosen for 10 to 30 evaluations]"),
     "device": _option(str, str(FitOptions.device), words_of("device")),
     "network": _option(str | None, None, f"{words_of('network')} {NETWORK_HELP}", metavar="TEXT"),
     "step_seconds": _option(
-        str | None, None, f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured on this machine]",
+        str | None, None,
+        "Time of a node's step for predictions, such as 0.08 (seconds) or 80ms. [default: measured on this machine]",
         metavar="S",
     ),
     "estimate": _option(
-        bool, False, "Only try each strategy for a second; print the time and memory needed.", "--estimate"
+        bool, False, "Train each strategy for about a second, and only print the time and memory needed.", "--estimate"
     ),
 }  # fmt: skip
 
@@ -131,48 +132,52 @@ def compare(
         str,
         typer.Option(
             metavar="LIST",
-            help="Strategies with their options, as in 'single,ddp,diloco:H=20:outer_lr=0.5,sparta:p_sparta=0.01'. "
+            help="Strategies with their options, such as 'single,ddp,diloco:H=20:outer_lr=0.5,sparta:p_sparta=0.01'. "
             f"Names: single (one node alone), {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
-    seeds: Annotated[int, typer.Option(help="Number of seeds: runs per strategy, each from other weights.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of runs per strategy, each with other initial weights.")] = 3,
     processes: Annotated[int, typer.Option(metavar="P", help=words_of("processes"))] = FitOptions.processes,
     speeds: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="With --network: the nodes' speeds, as 1,1,0.5. A node with 0.5 takes twice as long."
+            metavar="LIST",
+            help="With --network: relative speeds of the nodes, such as 1,1,0.5 (0.5 takes twice as long).",
         ),
     ] = None,
     library: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --network: whose collectives to predict, gloo, nccl or any."),
+        typer.Option(
+            metavar="NAME", help="With --network: library whose collectives are predicted: gloo, nccl or any."
+        ),
     ] = None,
     target_loss: Annotated[
         float | None,
-        typer.Option(
-            metavar="L", help="Loss to reach; shows bytes and time until then. [default: 95 % of DDP's quality]"
-        ),
+        typer.Option(metavar="L", help="Loss to which bytes and time are reported. [default: DDP's final loss / 0.95]"),
     ] = None,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Parent of the new folder NAME-TIME with the results.")
+        Path, typer.Option(metavar="DIR", help="Folder in which the results get a new folder NAME-TIME.")
     ] = Path("runs"),
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue an interrupted comparison with its options; --out names its folder."),
+        typer.Option(
+            "--resume", help="Resume the interrupted comparison in the folder --out with its original options."
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Train the same model from the same weights on the same data under several strategies, and compare.
+    """Train one model under several strategies, from the same weights and on the same data, and compare the results.
 
-    Prints a verdict and a table. Writes run.json, summary.csv, metrics.csv, and the pictures loss_vs_steps and
-    loss_vs_bytes (.png, .svg) into a new folder. Quality is DDP's validation loss divided by the strategy's; reduction
-    is DDP's bytes divided by the strategy's. Numbers are mean ± standard deviation over seeds.
+    Prints a verdict and a table, and writes run.json, summary.csv, metrics.csv and the plots loss_vs_steps and
+    loss_vs_bytes (.png, .svg) to a new folder. Quality is DDP's validation loss divided by the strategy's, and
+    reduction is DDP's bytes divided by the strategy's. All numbers are mean ± standard deviation across seeds.
 
-    With --network the table also predicts the total time, the share of this time spent waiting, and the time to the
-    target loss. The command then also draws loss_vs_time.
+    With --network, the table also shows the predicted total time, the share of this time spent waiting, and the
+    predicted time to the target loss. The command then plots loss_vs_time, too.
 
-    Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
-    MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
+    Every finished run is saved in its own folder, so Ctrl-C or a crash loses only the current run, and --resume trains
+    the others. --dataset MODULE:FUNCTION names your function that returns an exogym.tasks.Task; the module may be in
+    the current folder.
     """
     given = asked_in(context) | {"speeds": numbers_of("--speeds", speeds)}
     if library is not None and given["network"] is None:

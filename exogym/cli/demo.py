@@ -17,7 +17,7 @@ PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 def demo(context: typer.Context) -> None:
     """Compare six ways to train four nodes on 1,797 handwritten digits, in about half a minute.
 
-    Prints an exogym compare command and runs it. Takes the options of exogym compare, too.
+    Prints an exogym compare command and runs it. Accepts the options of exogym compare.
     """
     words = [*WORDS, *context.args]
     notice(f"exogym compare {shlex.join(words)}")

@@ -24,21 +24,23 @@ JOB = "exogym.machines.remote.job"
 
 def distributed_train(
     profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="NAME of the config file's section [distributed:NAME].")
+        str, typer.Argument(metavar="PROFILE", help="NAME of the section [distributed:NAME] in the config file.")
     ],
     hosts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Hosts file. [default: the profile's hosts_config]")
     ] = None,
-    config: Annotated[Path, typer.Option(metavar="FILE", help="File with the profile.")] = Path("config.ini"),
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint in save_dir.")] = False,
+    config: Annotated[Path, typer.Option(metavar="FILE", help="Config file that contains the profile.")] = Path(
+        "config.ini"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint in save_dir.")] = False,
     sync: Annotated[
-        bool, typer.Option("--sync", help="First copy the current folder to the hosts, with rsync.")
+        bool, typer.Option("--sync", help="Copy the current folder to the hosts with rsync first.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Train on several hosts over SSH.
 
-    Prints the output of all ranks, and fetches the final model into a new folder in runs/. Exit status: 0, or the
+    Prints the output of all ranks, and copies the final model to a new folder in runs/. The exit status is 0, or the
     status of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)

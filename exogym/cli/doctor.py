@@ -19,20 +19,23 @@ from exogym.remote import Check, HostsConfig, check_hosts
 
 
 def doctor(
-    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file, see docs/real_machines.md.")] = Path(
+    hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file that lists the computers.")] = Path(
         "distributed_hosts.json"
     ),
     sync: Annotated[
-        bool, typer.Option("--sync", help="Check that the project can be copied, not that its files are equal.")
+        bool, typer.Option("--sync", help="Check that the project can be copied instead of comparing its files.")
     ] = False,
     save_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Check that all hosts can write to this folder, and whether they share it."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder for checkpoints: check that all hosts can write to it, and whether they share it.",
+        ),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="After the checks, time every collective and pair of hosts, for advise --network."
+            "--measure", help="After the checks, measure every collective and pair of hosts, for advise --network."
         ),
     ] = False,
     out: Annotated[
@@ -40,22 +43,25 @@ def doctor(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --measure: also time a step of this task (NAME or module:function)."),
+        typer.Option(
+            metavar="NAME", help="With --measure: task whose step is measured, too, by NAME or module:function."
+        ),
     ] = None,
     sizes: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="Sizes to measure, in bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"
+            metavar="LIST",
+            help="With --measure: sizes of messages in bytes. [default: 4096,65536,262144,1048576,4194304,16777216]",
         ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Check all hosts before a run, and name a remedy for each problem.
+    """Check all hosts before a run, and suggest a remedy for each problem.
 
     Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The code on each
-    host must equal the code in the current folder. The checks start nothing on the hosts; --save-dir writes and removes
-    a small file. The exit status is 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts
-    and writes the measurement into a file on this machine, for predictions.
+    host must equal the code in the current folder. The checks leave nothing running on the hosts; --save-dir
+    writes and removes a small file. The exit status is 1 if a check fails. If all checks pass, --measure runs the
+    self-test on the hosts and writes the measurement, which predictions use, to a file on this machine.
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:

@@ -22,12 +22,12 @@ from exogym.study import runs
 from exogym.study.notes import Notes, read_notes, write_notes
 
 app = typer.Typer(help="List, show, note, compare, export and remove run folders.")
-Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name from exogym runs list: NAME or PARENT/CHILD.")]
+Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that contains the runs.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name as exogym runs list shows it: NAME or PARENT/CHILD.")]
 Names = Annotated[
-    list[str], typer.Argument(metavar="NAME...", help="Names from exogym runs list: NAME or PARENT/CHILD.")
+    list[str], typer.Argument(metavar="NAME...", help="Names as exogym runs list shows them: NAME or PARENT/CHILD.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 STATES = ("running", "done", "stopped", "failed", "lost", runs.UNREADABLE)
 RUNS = Path("runs")
 LONGEST_LINE = 40  # of a note, in the list
@@ -43,17 +43,17 @@ def root(context: typer.Context) -> None:
 def list_runs(
     where: Where = RUNS,
     state: Annotated[
-        str | None, typer.Option(metavar="S", help=f"Only runs in this state: {', '.join(STATES)}.")
+        str | None, typer.Option(metavar="S", help=f"List only runs in this state: {', '.join(STATES)}.")
     ] = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.")] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="List only runs with this tag.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List runs, comparisons and sweeps, newest first. A comparison's runs are PARENT/CHILD.
+    """List runs, comparisons and sweeps, newest first. The runs of a comparison or sweep are named PARENT/CHILD.
 
-    loss: a run's newest validation loss, or the lowest of a comparison or sweep. sent/node: bytes that a node has sent.
-    time: wall time of training. age: time since the last sign of life. A killed run is "lost". A folder with damaged
-    files is "unreadable"; its note gives the reason.
+    The columns are loss (the newest validation loss of a run, or the lowest of a comparison or sweep), sent/node (bytes
+    that each node has sent), time (wall time of training) and age (time since the last heartbeat). A killed run is
+    "lost". A folder with damaged files is "unreadable", and its note gives the reason.
     """
     if state is not None:
         check_choice("--state", state, STATES)
@@ -77,7 +77,7 @@ def list_runs(
 
 @app.command()
 def show(name: Name, where: Where = RUNS, as_json: Json = False, debug: Debug = False) -> None:
-    """Show one run: its options, progress and results. --json prints the whole description."""
+    """Show the options, progress and results of one run. --json prints its full description."""
     run = _load(where, name)
     if as_json:
         about = {"name": name, "state": run.state, "status": run.status, "summary": run.summary}
@@ -104,12 +104,14 @@ def show(name: Name, where: Where = RUNS, as_json: Json = False, debug: Debug = 
 def note(
     name: Name,
     where: Where = RUNS,
-    text: Annotated[str | None, typer.Option("--text", metavar="TEXT", help="The note; '' removes it.")] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", metavar="TEXT", help="New text of the note; '' removes the note.")
+    ] = None,
     tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Add a tag. Repeatable.")] = [],  # noqa: B006
     untag: Annotated[list[str], typer.Option("--untag", metavar="TAG", help="Remove a tag. Repeatable.")] = [],  # noqa: B006
     debug: Debug = False,
 ) -> None:
-    """Give a run, comparison or sweep a note and tags, and print its note and tags."""
+    """Set the note and tags of a run, comparison or sweep, and print them."""
     known = {run.name: run for run in runs.list(where)}
     if name not in known:
         raise ArgumentError(f"found no run {name!r}: see exogym runs list --runs {where}")
@@ -131,12 +133,13 @@ def note(
 def compare(
     names: Names,
     where: Where = RUNS,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("compared"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the plots.")] = Path("compared"),
     debug: Debug = False,
 ) -> None:
-    """Draw the validation losses of runs, and print their results.
+    """Plot the validation losses of runs, and print their results.
 
-    Draws losses over steps, bytes and predicted time. For the name of a comparison or sweep, draws all its runs.
+    Plots the losses against steps, bytes and predicted time. The name of a comparison or sweep stands for all of its
+    runs.
     """
     wanted = _with_children(where, names)
     loaded = [(name, _load(where, name)) for name in wanted]
@@ -149,13 +152,13 @@ def compare(
 @app.command()
 def export(
     name: Name,
-    to: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .csv.")],
+    to: Annotated[Path, typer.Option(metavar="FILE", help="CSV file to write.")],
     where: Where = RUNS,
     debug: Debug = False,
 ) -> None:
     """Write a run's records to a CSV file.
 
-    For a comparison or sweep, writes the records of all its runs. The first column, run, then names each row's run.
+    If NAME is a comparison or sweep, writes the records of all its runs, with each row's run in the first column, run.
     """
     if to.suffix != ".csv":
         raise ArgumentError(f"--to {to} must end in .csv; for other files write exogym.runs.load(...).to_pandas()")
@@ -175,10 +178,10 @@ def export(
 def remove(
     names: Names,
     where: Where = RUNS,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove the folders without asking.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Remove the folders of runs, comparisons or sweeps with all files. If one of them is running, remove nothing."""
+    """Delete the folders of runs, comparisons or sweeps. If one of them is running, nothing is deleted."""
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:

@@ -25,31 +25,33 @@ def sweep(
         typer.Option(
             "--sweep",
             metavar="OPTION=A,B",
-            help="Values of an option. Repeatable. The run's options: strategy, nodes, steps, batch_size, lr, "
-            "partition, network, step_seconds, and options of runs such as precision and compute. Other names are "
-            "the strategy's options. With --search also a range, as lr=1e-4..1e-1.",
+            help="An option and its values. Repeatable. Options of the run are strategy, nodes, steps, batch_size, lr, "
+            "partition, network, step_seconds, and others such as precision and compute. All other names are options "
+            "of the strategy. With --search, also a range such as lr=1e-4..1e-1.",
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="New folder for the sweep, or with --resume the sweep's folder.")
+        Path, typer.Option(metavar="DIR", help="New folder for the sweep or, with --resume, the sweep to resume.")
     ],
     strategy: Annotated[
-        str, typer.Option(help="Strategy of all cells, if not swept, as 'diloco:outer_lr=0.5'.")
+        str, typer.Option(help="Strategy of all cells unless it is swept, such as 'diloco:outer_lr=0.5'.")
     ] = "diloco",
-    seeds: Annotated[int, typer.Option(help="Number of seeds: runs per cell, each from other weights.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of runs per cell, each with other initial weights.")] = 3,
     processes: Annotated[
         str,
-        typer.Option(metavar="P", help="Runs at the same time. auto: one per core, as memory allows; one on a GPU."),
+        typer.Option(
+            metavar="P", help="Runs to train at the same time, or auto: one per core if memory allows, one on a GPU."
+        ),
     ] = "auto",
-    engine: Annotated[str | None, typer.Option(help="ray trains the runs as tasks of a Ray cluster.")] = None,
-    search: Annotated[int | None, typer.Option(metavar="N", help="Train only N cells, proposed by optuna.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted sweep with its options.")] = False,
+    engine: Annotated[str | None, typer.Option(help="'ray' trains the runs as tasks on a Ray cluster.")] = None,
+    search: Annotated[int | None, typer.Option(metavar="N", help="Train only N cells, which optuna proposes.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted sweep in the folder --out.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train a task with every combination of some options' values, each with several seeds.
 
-    Prints a table (mean ± standard deviation over seeds) and the best cell. Writes sweep.json, summary.csv, sweep.png
-    and each run's folder. --resume with the same options continues an interrupted sweep.
+    Prints a table (mean ± standard deviation across seeds) and the best cell, and writes sweep.json, summary.csv,
+    sweep.png and a folder for each run. To resume an interrupted sweep, add --resume to the same command.
     """
     own = {"axes": axes, "engine": engine, "processes": processes_of(processes)}
     given = placed(asked_in(context)) | own

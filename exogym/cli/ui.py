@@ -25,32 +25,36 @@ BASIC = (
 
 def ui(
     context: typer.Context,
-    where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")] = Path("runs"),
+    where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder that contains the runs.")] = Path("runs"),
     port: Annotated[
-        int, typer.Option(metavar="N", help="Port to listen on, or the next free port; 0 takes any free port.")
+        int,
+        typer.Option(metavar="N", help="Port to listen on. If it is in use, the next free one; 0 means any free port."),
     ] = 8421,
     host: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="Address to listen on. An address that others can reach needs --token."),
+        typer.Option(metavar="ADDRESS", help="Address to listen on. If others can reach it, --token is required."),
     ] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Secret that a browser must send. [default: random]")
+        str | None, typer.Option(metavar="TEXT", help="Secret that the browser must send. [default: random]")
     ] = None,
     opens: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open the page in a browser, if there is a screen.")
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser if this machine has a display.")
     ] = True,
-    read_only: Annotated[bool, typer.Option("--read-only", help="The page cannot start, stop or resume runs.")] = False,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Prevent the page from starting, stopping and resuming runs.")
+    ] = False,
     allow_code: Annotated[
         bool,
         typer.Option(
-            "--allow-code", help="Forms may name code (MODULE:FUNCTION) and files; the page may resume scripts."
+            "--allow-code", help="Let the page run your code (MODULE:FUNCTION), read files and resume scripts."
         ),
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Show runs, comparisons and sweeps in the browser while they train, and start new ones.
 
-    Prints the address with its token. By default only this machine can open it. Ctrl-C ends the page; runs continue.
+    Prints the address of the page, including the token. By default, only this machine can open the page. After Ctrl-C,
+    the page ends and the runs continue.
     """
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ExoGymError(f"the page needs {missing[0]}, which is not installed: pip install 'exogym[ui]'")

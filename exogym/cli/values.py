@@ -15,15 +15,15 @@ from exogym.errors import ArgumentError, check_choice
 INTERRUPTED = 130  # exit status after Ctrl-C
 DATASETS = ("digits", "mnist", "shakespeare", "cifar10", "whisper", "language")
 KEY_FILE = "~/.ssh/exogym_ed25519"
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")]
 At = Annotated[
     list[str] | None,
-    typer.Option("--at", metavar="IP[:PORT]", help="Ask this address if mDNS does not reach it. Repeatable."),
+    typer.Option("--at", metavar="IP[:PORT]", help="Address of a computer that mDNS does not find. Repeatable."),
 ]
-KeyFile = Annotated[
-    str, typer.Option(metavar="FILE", help="Private key for the login. If the file does not exist, ExoGym makes it.")
+KeyFile = Annotated[str, typer.Option(metavar="FILE", help="Private key for SSH, created if the file does not exist.")]
+SSHConfig = Annotated[
+    str | None, typer.Option(metavar="FILE", help="SSH config file, as for ssh -F. [default: your SSH config]")
 ]
-SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="File for ssh -F. [default: your SSH config]")]
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 

@@ -19,14 +19,15 @@ from exogym.progress import notice
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes.")
 WORDS = {"allow_interspersed_args": False}  # words after the script belong to the script
-Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of the Python script.")]
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[ARGUMENTS]...", help="The script's arguments; put -- before them if they look like job options."
+        metavar="[ARGUMENTS]...",
+        help="Arguments of the script. Put -- before them if they look like options of the job.",
     ),
 ]
-Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
+Nodes = Annotated[int, typer.Option(metavar="N", help="Number of machines.")]
 Processes = Annotated[int | None, typer.Option(metavar="P", help="Processes per machine. [default: one per GPU, or 1]")]
 
 
@@ -59,14 +60,18 @@ def slurm(
     nodes: Nodes = 1,
     processes_per_node: Processes = None,
     name: Annotated[str, typer.Option(help="Name of the job and its log.")] = "exogym",
-    time: Annotated[str | None, typer.Option(metavar="T", help="Time limit, as 12:00:00 or 1-00:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
-    cpus: Annotated[int | None, typer.Option(metavar="N", help="Processors on each machine.")] = None,
-    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs on each machine.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="M", help="Memory of each machine, as 64G.")] = None,
-    python: Annotated[str, typer.Option(metavar="PATH", help="Python on the machines.")] = sys.executable,
+    time: Annotated[
+        str | None, typer.Option(metavar="T", help="Time limit, such as 12:00:00 or 1-00:00:00 (days-hours).")
+    ] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster to submit to.")] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", help="CPU cores per machine.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs per machine.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="M", help="Memory per machine, such as 64G.")] = None,
+    python: Annotated[str, typer.Option(metavar="PATH", help="Path of Python on the machines.")] = sys.executable,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the script runs.")] = Path("."),
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the job script.")] = Path("job.sh"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to which the job script is written.")] = Path(
+        "job.sh"
+    ),
     debug: Debug = False,
 ) -> None:
     """Write a job script for SLURM.
@@ -86,15 +91,19 @@ def slurm(
 def kubernetes(
     script: Script,
     arguments: Arguments = None,
-    image: Annotated[str, typer.Option(help="Image that the cluster pulls.")] = "exogym:latest",
+    image: Annotated[str, typer.Option(help="Container image that the cluster pulls.")] = "exogym:latest",
     nodes: Nodes = 1,
     processes_per_node: Processes = None,
     name: Annotated[str, typer.Option(help="Name of the run.")] = "exogym",
-    cpus: Annotated[str, typer.Option(metavar="Q", help="Processors of a pod, as 2 or 500m.")] = "2",
-    memory: Annotated[str, typer.Option(metavar="Q", help="Memory of a pod, as 4Gi.")] = "4Gi",
-    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of a pod.")] = 0,
-    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for checkpoints.")] = "exogym-checkpoints",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
+    cpus: Annotated[str, typer.Option(metavar="Q", help="CPU cores per pod, such as 2 or 500m.")] = "2",
+    memory: Annotated[str, typer.Option(metavar="Q", help="Memory per pod, such as 4Gi.")] = "4Gi",
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs per pod.")] = 0,
+    claim: Annotated[
+        str, typer.Option(help="PersistentVolumeClaim that stores the checkpoints.")
+    ] = "exogym-checkpoints",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder to which run.yaml and Dockerfile are written.")
+    ] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
     """Write manifests for Kubernetes and a Dockerfile.

@@ -62,8 +62,9 @@ class Placement:
             address give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose
             processes run this script together.
         cpus_per_process: Processors that Ray gives to each process.
-        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        overlap: On hosts, send averages that arrive late while nodes compute. On hosts and in one process, write
+        reduction: How sums are computed: "tree" (bitwise identical on every placement) or "native" (torch's own
+            all-reduce and sums).
+        overlap: On hosts, send delayed averages while nodes compute. On hosts and in one process, write
             checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
             a simulation's clock, and for each checkpoint. The results have the same bits.
         hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
@@ -71,9 +72,9 @@ class Placement:
             it holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
             of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
             there is no limit, for example for a process that a debugger holds.
-        max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
-            Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
-        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
+        max_restarts: Maximum number of restarts after errors and crashes. All processes start again from the last
+            checkpoint. Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
+        client_state_memory: Maximum bytes of memory per process for the saved state of idle sampled clients. State
             (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
             None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
         keep_checkpoints: How many checkpoints to keep in `save_dir`.
@@ -126,35 +127,37 @@ class RunOptions:
             history counts what a node's devices send each other. A single process computes each node in micro-batches
             of a device's size. With several processes only the main process has the final model; in the other processes
             the model's parameters are on the meta device.
-        gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
-            loss. If the loss ignores some targets, a batch's weight in this mean is its number of other targets.
-        minibatch_size: Examples computed at once. A small number saves memory; results change by rounding only. Before
-            training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the
-            loss, because such a loss is not a mean over examples (for example a sum, or a loss with class weights or
-            with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn`, and
+        gradient_accumulation: Batches per optimizer step. The step's gradient is the mean of the batches' gradients,
+            for any loss. If the loss ignores some targets, a batch's weight in this mean is its number of other
+            targets.
+        minibatch_size: Examples per forward and backward pass. A small number saves memory; results change by rounding
+            only. Before training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym
+            refuses the loss, because such a loss is not a mean over examples (for example a sum, or a loss with class
+            weights or with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn`, and
             `functools.partial` of `cross_entropy` and `nll_loss`, may have `weight` and `ignore_index`. Then a part's
             weight in the mean is the sum of its targets' class weights. Other losses are tested again during training,
             after the first eight tests in less than 1 % of the steps. If such a loss is no mean, an error ends the run.
             BatchNorm's statistics and dropout's random draws are separate for each minibatch.
-        max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
+        max_memory_usage: Maximum share of the memory to use, from 0 to 1. ExoGym finds a minibatch_size that fits and
             prints this size. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
-        val_batch_size: Examples that an evaluation computes at once. Results change by rounding only. The default is as
+        val_batch_size: Examples per forward pass of an evaluation. Results change by rounding only. The default is as
             many as training computes at once: `minibatch_size`, or a step's batch. Without `minibatch_size` it is up to
             256 if the activations of these examples take at most 64 MiB.
-        shuffle: Deal the examples in random order.
-        precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
-        compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for small models on accelerators,
-            as a CPU takes 2.3 times as long).
-        balance: Share the load by speed: with "nodes" fast processes get more nodes, with "batch" or "steps" fast nodes
-            get larger batches or more local steps. A `Balance` also gives the speeds (see `exogym.balance`). If
-            `balance` is None, all nodes do the same work, and each process gets about the same number of nodes.
+        shuffle: Shuffle the training examples.
+        precision: Precision of the computation: "fp32", or autocast to "bf16" or "fp16". `autocast=True` means "bf16".
+        compute: How the nodes' steps are computed: "loop" (one node after another, exact) or "vmap" (all rows at once;
+            for small models on accelerators, since it takes 2.3 times as long on a CPU).
+        balance: Balance the load by speed: "nodes" gives fast processes more nodes, "batch" gives fast nodes larger
+            batches, and "steps" gives fast nodes more local steps. A `Balance` also gives the speeds (see
+            `exogym.balance`). If `balance` is None, all nodes do the same work, and each process gets about the same
+            number of nodes.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
             docstring says how it handles them. An absent node has no record in the history.
-        on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". ExoGym reacts
+        on_nonfinite: What to do if a gradient or update is not finite: "raise", "skip" or "ignore". ExoGym reacts
             before other nodes see the values. With "skip" the node sends nothing in that round, as if absent, and then
             copies a healthy node's whole state. The history has no record of this node for such steps. With "ignore"
             ExoGym checks only losses. Infs that fp16's scaling handles are not errors.
-        final_sync: Synchronize at the end if some steps are not synchronized yet, and count the bytes.
+        final_sync: Synchronize at the end of the run if the last steps have not been synchronized, and count the bytes.
         log_interval: Steps between records.
         placement: Where and how the run's processes compute, send and restart (see `exogym.Placement`).
         dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...). With {"drop_last": True} a
@@ -207,20 +210,20 @@ class FitOptions(RunOptions):
             (N batch_size gradient_accumulation)) steps.
         batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node that has
             fewer examples uses all its examples.
-        partitioner: Which node gets which examples (see `exogym.data`). If `partitioner` is None, ExoGym deals the
-            examples to the nodes anew each epoch.
-        val_size: Evaluate on at most this many examples.
+        partitioner: How the examples are divided among the nodes (see `exogym.data`). If `partitioner` is None, ExoGym
+            deals the examples to the nodes anew each epoch.
+        val_size: Maximum number of validation examples per evaluation.
         val_interval: Steps between evaluations. If `val_interval` is None, ExoGym evaluates after each epoch. ExoGym
             also evaluates at the start and the end.
         seed: Seed of everything random in the run. The caller's random state stays as it was.
-        device: "auto", or a torch device: cpu, cuda, cuda:1, mps, xpu. "auto" takes the accelerator that torch names,
-            otherwise the CPU.
-        processes: Processes that share the nodes. ExoGym forks them from this process (Linux, CPU). The result has the
-            same bits for every number of processes. Do not give this option under `python -m exogym.launch` or
-            torchrun, where the launched processes share the nodes.
-        network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
+        device: Device that computes: "auto", or a torch device such as cpu, cuda, cuda:1, mps or xpu. "auto" takes the
+            accelerator that torch names, otherwise the CPU.
+        processes: Number of processes that share the nodes. ExoGym forks them from this process (Linux, CPU). The
+            result has the same bits for every number of processes. Do not give this option under `python -m
+            exogym.launch` or torchrun, where the launched processes share the nodes.
+        network: Network on which to predict the training time. Pass text ("wifi", "100Mbps,20ms") or a `Network` (see
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
-        step_seconds: Seconds of a node's step, for the predicted time: a number, text ("80ms"), a value per node, or a
+        step_seconds: Seconds of a node's step, for predicting the time: a number, text ("80ms"), a value per node, or a
             `StepTime`. If `step_seconds` is None, ExoGym measures the steps on this machine. For a `node` of several
             devices, give the seconds of the whole node's step.
         timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir`,
