@@ -125,7 +125,7 @@ def main() -> int:
     asked = parser.parse_args()
     failures = 0
     with tempfile.TemporaryDirectory() as top:
-        subprocess.run([*UV, "build", "-q", "--out-dir", top, str(ROOT)], check=True)
+        subprocess.run([*UV, "build", "-q", "-b", "constraints.txt", "--out-dir", top], cwd=ROOT, check=True)
         (wheel,), (source,) = Path(top).glob("*.whl"), Path(top).glob("*.tar.gz")
         print(f"| environment | {' | '.join(COLUMNS)} |\n|{' --- |' * 5}")
         for python, torch, extra in ((p, t, e) for p in asked.python for t in asked.torch for e in asked.extras):

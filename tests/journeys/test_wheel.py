@@ -1,5 +1,6 @@
 """What is released: the wheel and the source distribution have what they must, and work outside of the clone."""
 
+import datetime
 import email
 import json
 import os
@@ -174,6 +175,22 @@ def test_the_source_distribution_has_what_it_is_built_from(built: Built) -> None
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= {*BESIDE, "exogym/__init__.py", "exogym/ui/static/index.html"}
     assert not [name for name in names if name.startswith("tests")]
+
+
+def test_what_is_built_depends_on_the_files_alone(built: Built) -> None:
+    """Not on times, on who builds, or on the umask: two clones give the same bytes."""
+    (day,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.M)
+    at = datetime.datetime.fromisoformat(f"{day}T00:00Z")
+    with tarfile.open(built.source) as archive:
+        members = archive.getmembers()
+    assert [each.name for each in members] == [str(path) for path in sorted(Path(each.name) for each in members)]
+    assert {(each.mtime, each.uid, each.gid, each.uname, each.gname) for each in members} == {
+        (at.timestamp(), 0, 0, "", "")
+    }
+    assert {each.mode for each in members if each.isfile()} == {0o644}
+    assert int.from_bytes(built.source.read_bytes()[4:8], "little") == at.timestamp()  # in the header of gzip
+    with zipfile.ZipFile(built.wheel) as wheel:
+        assert {each.date_time for each in wheel.infolist()} == {at.timetuple()[:6]}
 
 
 def test_make_matrix_tries_every_extra() -> None:
