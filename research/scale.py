@@ -1,17 +1,19 @@
-"""Write tables of docs/predictions.md: 1B parameters on 64, 1,000 and 10,000 accelerators, from formulas.
+"""Write tables of docs/predictions.md and benchmarks/RESULTS.md: 1B parameters on many accelerators, from formulas.
 
 python -m research.scale
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from exogym.network import Network, readable_seconds
 from exogym.progress import readable_bytes
 from exogym.study.advise import Row, Work, advise
 
-PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
+ROOT = Path(__file__).parents[1]
+PAGE, FULL_PAGE = ROOT / "docs" / "predictions.md", ROOT / "benchmarks" / "RESULTS.md"
 CLUSTERS = "infiniband", "lan-10g", "wan"
 NODES = 64, 1_000, 10_000
 P, TOKENS = 1e9, 65_536
@@ -20,6 +22,7 @@ CORE = (
     "fedopt", "scaffold", "post_local_sgd", "sparta", "sparta_diloco", "demo", "gossip", "powersgd", "topk", "signsgd",
     "qsgd",
 )  # fmt: skip
+SHOWN = "ddp", "diloco", "sparseloco", "noloco", "fedavg", "sparta", "demo", "powersgd", "qsgd"  # on the shorter page
 STREAMING = "streaming_diloco:H=100:num_fragments=8:fragment_sync_delay=1"
 PAPER = {  # Streaming DiLoCo, table 4: 1B parameters on 2 nodes, by Gbit/s, the published share of the time computing
     "ddp": {86.8: 0.5, 184.2: 0.9},
@@ -39,13 +42,13 @@ def asked(cluster: str, num_nodes: int) -> dict[str, Row]:
     return {row.strategy: row for row in rows}
 
 
-def sizes_table() -> list[str]:
+def sizes_table(strategies: Sequence[str]) -> list[str]:
     """Return the lines of the table of bytes and times. Strategies with the same cells share a row."""
     asked_for = {cluster: [asked(cluster, num_nodes) for num_nodes in NODES] for cluster in CLUSTERS}
     lines = ["| strategy | bytes sent | " + " | ".join(f"`{cluster}`" for cluster in CLUSTERS) + " |"]
     lines.append("| --- " * (2 + len(CLUSTERS)) + "|")
     alike: dict[str, list[str]] = {}
-    for strategy in CORE:
+    for strategy in strategies:
         rows = {cluster: [column[strategy] for column in columns] for cluster, columns in asked_for.items()}
         cells = [", ".join(readable_bytes(row.tx_bytes_per_step) for row in rows[CLUSTERS[0]])]
         cells += [", ".join(readable_seconds(row.seconds_per_step) for row in rows[cluster]) for cluster in CLUSTERS]
@@ -86,13 +89,20 @@ def predicted(parameters: float, nodes: int, network: Network, step_s: float, st
     return row.utilisation
 
 
-def with_tables(page: str) -> str:
+def with_tables(page: str, tables: Sequence[Sequence[str]]) -> str:
     """Return the page with its tables written anew: a table begins with its first line and ends at an empty line."""
-    for table in (sizes_table(), paper_table(), internet_table()):
+    for table in tables:
         before, _, after = page.partition(table[0])
         page = before + "\n".join(table) + "\n\n" + after.partition("\n\n")[2]
     return page
 
 
+def pages() -> dict[Path, str]:
+    """Return both pages with their tables written anew."""
+    tables = {PAGE: [sizes_table(SHOWN), paper_table(), internet_table()], FULL_PAGE: [sizes_table(CORE)]}
+    return {page: with_tables(page.read_text("utf-8"), found) for page, found in tables.items()}
+
+
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")
+    for page, text in pages().items():
+        page.write_text(text, "utf-8")

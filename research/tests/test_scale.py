@@ -1,13 +1,15 @@
-"""The tables of docs/predictions.md that come from formulas."""
+"""The tables of docs/predictions.md and benchmarks/RESULTS.md that come from formulas."""
 
 from exogym.strategy.registry import STRATEGIES
-from research.scale import CORE, PAGE, with_tables
+from research.scale import CORE, SHOWN, pages, sizes_table
 
 
-def test_the_page_has_the_tables():
-    page = PAGE.read_text("utf-8")
-    assert with_tables(page) == page, "rerun python -m research.scale"
+def test_the_pages_have_the_tables():
+    for page, text in pages().items():
+        assert page.read_text("utf-8") == text, "rerun python -m research.scale"
+        assert sizes_table(SHOWN)[0] in text  # the control: the page has a table
 
 
-def test_the_page_has_every_strategy_of_the_core():
+def test_the_table_has_every_strategy_of_the_core():
     assert set(CORE) == {name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.strategy.")}
+    assert set(SHOWN) <= set(CORE)
