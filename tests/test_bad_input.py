@@ -156,7 +156,7 @@ FIT = {
     "loader zero": ({"dataloader_kwargs": 0}, ArgumentError, "dataloader_kwargs=0 must be a dict"),
     "loader numbers": ({"dataloader_kwargs": [1]}, ArgumentError, r"dataloader_kwargs=\[1\] must be a dict"),
     "loader batch": ({"dataloader_kwargs": {"batch_size": 2}}, ArgumentError, "use the argument batch_size of fit"),
-    "empty data": ({"data": []}, DataError, r"is empty: give at least one example"),
+    "empty data": ({"data": []}, DataError, r"is empty: provide at least one example"),
     "empty tensors": ({"data": TensorDataset(torch.zeros(0, 6))}, DataError, "is empty"),
     "empty shard": ({"data": one_empty_shard}, DataError, "data set for node 1 .* is empty"),
     "more nodes than examples": (

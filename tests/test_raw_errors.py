@@ -155,7 +155,7 @@ MISTAKES = {  # model, data, loss_fn; message
         linear, [{"inputs": x, "y": y} for x, y in zip(X, Y, strict=True)], CE, r"so that forward gets \['input'\]",
     ),
     "texts": (linear, [("to be", y) for y in Y], CE, r"batch\[0\] is a \w+ of 2 \(str first\), but a layer .* tensor:"),
-    "sizes": (linear, late(X[0, :3]), CE, r"the examples \[.*15.*\] of node . do not make a batch: .*collate_fn"),
+    "sizes": (linear, late(X[0, :3]), CE, r"the examples \[.*15.*\] of node . do not form a batch: .*collate_fn"),
 }  # fmt: skip
 
 
@@ -375,11 +375,11 @@ LOADER = {
     "persistent_workers": ({"persistent_workers": True}, "persistent_workers option needs num_workers > 0"),
     "prefetch": ({"prefetch_factor": 2}, "DataLoader rejects them: prefetch_factor"),
     "no prefetch": ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0 must be a whole number of at least 1"),
-    "timeout": ({"timeout": 3}, "timeout=3 needs workers: give num_workers"),
+    "timeout": ({"timeout": 3}, "timeout=3 needs workers: pass num_workers"),
     "less than no timeout": ({"timeout": -1, "num_workers": 1}, "timeout option should be non-negative"),
     "context": ({"multiprocessing_context": "bogus", "num_workers": 1}, "valid start method"),
-    "collate_fn": ({"collate_fn": 3}, "collate_fn=3 cannot be called"),
-    "worker_init_fn": ({"worker_init_fn": 3, "num_workers": 1}, "worker_init_fn=3 cannot be called"),
+    "collate_fn": ({"collate_fn": 3}, "collate_fn=3 is not callable"),
+    "worker_init_fn": ({"worker_init_fn": 3, "num_workers": 1}, "worker_init_fn=3 is not callable"),
     "order": ({"in_order": False, "num_workers": 2}, "the order follows from seed"),
 }
 

@@ -1,14 +1,14 @@
-"""Methods that are a file each, and rare options as wrappers of one strategy, for the few runs that need them.
+"""Contributed methods, each in its own file, and wrappers that add rare options to a strategy.
 
 A method here promises less than the strategies of `exogym.strategy`: its rule equals its reference, its bytes equal its
-formula, and a run repeats, resumes and has the same bits in any number of processes. Its options are the inner
-optimizer's and its own. The features of a run in `exogym.core.refusals.UNTRIED` are refused, except those that the
-class lists in `tried`, which its own tests try. Strategies are found by name, as `compare --strategies edit`, or
-by class, from here or from `exogym.strategy`.
+formula, and runs are repeatable, resumable and bitwise identical in any number of processes. Its options are the inner
+optimizer's and its own. It refuses the features in `exogym.core.refusals.UNTRIED`, except those that its class lists in
+`tried` and its own tests cover. Strategies are found by name, as in `compare --strategies edit`, or by class, from here
+or from `exogym.strategy`.
 
-A wrapper takes a strategy of the core, or your own, and returns one like it. `Robust` puts a robust rule (or a
-`NormCap`) in place of its means. With `Secure` a server takes the means without seeing a node's values. `ByteBudget`
-sets the length of rounds so that a node stays within a budget of bytes.
+A wrapper returns a changed copy of a core strategy or your own. `Robust` replaces its means by a robust rule (or a
+`NormCap`), `Secure` lets a server average without seeing any node's values, and `ByteBudget` sets the length of rounds
+so that a node stays within a budget of bytes.
 
 >>> from exogym.strategy import FedAvgStrategy
 >>> robust = Robust(FedAvgStrategy(H=5, lr=0.1), NormCap(1.0))  # updates over the cap are scaled down

@@ -1,21 +1,19 @@
-"""ACCO: DDP whose all-reduces travel while nodes compute, with an estimate of the parameters in place of old ones.
+"""ACCO: DDP whose all-reduces travel while nodes compute, with an estimate of the parameters instead of old ones.
 
-Nabli et al., ACCO: Accumulate While You Communicate, arXiv:2406.02613. The details are from the authors' training loop
+Nabli et al., ACCO: Accumulate While You Communicate, arXiv:2406.02613, with details from the authors' training loop
 (edouardoyallon/acco). theta are the parameters, theta~ their estimate, and Opt is the inner optimizer. A round has two
-steps. Node i has the gradient g_i in the round's first step, and h_i in its second step:
+steps, in which node i has the gradients g_i and h_i:
 
     first step:   g_i at theta~;  A of the last round arrives;   theta <- Opt(theta, clip(A));   send B = mean_i g_i
     second step:  h_i at theta;   B arrives;   theta~ <- Opt(theta, clip(B));   send A = mean_i (g_i + h_i) / 2
 
-The estimate's step changes neither theta nor Opt's state. So each gradient counts once, and half of each mean's
-gradients are at theta itself. In the first round theta~ = theta, and nothing arrives in the run's first step. The last
-mean that nodes send is not used. The schedule's rate is the rate at each step. A parameter that no node used for a mean
-does not step with this mean, as in DDP. (In the authors' code all parameters step, so that weight decay shrinks unused
-ones.)
+The estimate's step changes neither theta nor Opt's state, so each gradient counts once, and half of each mean's
+gradients are taken at theta itself. In the first round theta~ = theta, and nothing arrives in the run's first step; the
+run's last mean is not used. The schedule gives the rate of each step. As in DDP, a parameter that no node used for a
+mean does not step with this mean. (In the authors' code all parameters step, so weight decay shrinks unused ones.)
 
 Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP: ring all-reduce, tx = rx = 2 (N-1)/N P b.
-The next step hides the all-reduce. Averages with a delay overlap with computing. On hosts, this overlap needs gloo and
-whole nodes in each process. Otherwise nodes wait for each average right after they send it. The evaluation model is
+The all-reduce overlaps with the next step, on hosts only with gloo and whole nodes in each process. Evaluation uses
 theta.
 """
 
@@ -39,10 +37,10 @@ OPTIMIZER = "optimizer"  # the name of Opt's state in `fleet.state`
 
 
 class GradientsUnderWay(GradientModule):
-    """Send each step's mean gradients, and give the inner optimizer the mean that nodes sent a step earlier.
+    """Send each step's mean gradients, and give the inner optimizer the mean sent a step earlier.
 
-    State: theta, the mean that has not arrived yet and which of its entries some node used, one copy for all nodes; g_i
-    of each node, and Opt's state before an estimate that the node has not taken back.
+    State: theta, the pending mean and which of its entries some node used, one copy for all nodes; each node's g_i, and
+    Opt's state before an estimate that is not yet undone.
     """
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
@@ -88,7 +86,7 @@ class GradientsUnderWay(GradientModule):
         broadcast_buffers(fleet)
 
     def _used(self, fleet: Fleet, block: Block, b: int, is_first: bool) -> Tensor:
-        """Record which parameters the mean that nodes send now has, and return those of the mean that arrives."""
+        """Record which parameters the mean being sent covers, and return the parameters of the mean that arrives."""
         mark_used(fleet, block)
         used = self.shared_state[f"used.{b}"]
         arrives = torch.tensor([bool(slot.of(used).any()) for slot in block.layout])
@@ -96,7 +94,7 @@ class GradientsUnderWay(GradientModule):
         used.copy_(spread(sent, [slot.numel for slot in block.layout]))
         return arrives
 
-    # The state in a checkpoint
+    # State in checkpoints
 
     def row(self, row: int) -> Tensors:
         return super().row(row) | {f"kept.{name}": x for name, x in self.kept[row].items()}
@@ -111,7 +109,7 @@ class GradientsUnderWay(GradientModule):
 
 
 class Committed(PeriodicModule):
-    """Record theta after each step that is no estimate. Nodes send nothing.
+    """Record theta after each step that is not an estimate. Nodes send nothing.
 
     Args:
         gradients: the strategy's gradient module, which has theta.
@@ -136,15 +134,16 @@ class Committed(PeriodicModule):
 class ACCOStrategy(CommunicateOptimizeStrategy):
     """ACCO: DDP whose all-reduces travel during the next step, with gradients at theta and at its estimate theta~.
 
+    Use it when you want DDP's loss and an all-reduce takes about as long as a step.
+
         first step:   g_i at theta~;   theta <- Opt(theta, clip(mean_i (g_i + h_i) / 2)) with the last round's gradients
         second step:  h_i at theta;    theta~ <- Opt(theta, clip(mean_i g_i)), which leaves theta and Opt as they are
 
-    g_i and h_i are node i's gradients, theta are the parameters, and Opt is the inner optimizer. Two steps are a round.
-
-    Payload: P b bytes per node and step, for P parameters of b bytes. The evaluation model is theta.
+    g_i and h_i are node i's gradients, theta are the parameters, which evaluation uses, and Opt is the inner optimizer.
+    Two steps are a round. Payload: P b bytes per node and step, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The authors have AdamW.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The authors use AdamW.
 
     >>> strategy = ACCOStrategy("adamw", lr=1e-3)
     """

@@ -1,18 +1,17 @@
-"""A budget of bytes: a wrapper of one strategy. Nodes synchronize as often as the budget allows.
+"""A budget of bytes: a wrapper that lets nodes synchronize as often as the budget allows.
 
     ByteBudget(DiLoCoStrategy(H=10), 50e6)
 
-After each synchronization the wrapper chooses the next H so that B bytes per node last to the end of the run. After
-each round, t steps are left and a node has sent s bytes. A synchronization takes c bytes, and each step takes d bytes
-for any H:
+After each round, the wrapper chooses the next H so that B bytes per node last to the end of the run. With t steps left,
+s bytes sent by a node, c bytes per synchronization and d bytes in each step for any H:
 
     H <- ceil(t / floor((B - s - d t) / c))
 
-c and d follow from the strategy's formula. If a synchronization took more than c, the largest measured value replaces
+c and d follow from the strategy's formula; if a synchronization took more than c, the largest measured value replaces
 c.
 
-The rule is ExoGym's own. Choices are equal in all processes and follow from the run so far. Checkpoints save the
-choices, so neither placement nor a stop changes a choice. The wrapper sends nothing.
+The rule is ExoGym's own. Choices depend only on the run so far and are saved in checkpoints, so they are equal in all
+processes and do not change with placement or a resume. The wrapper sends nothing.
 
 State: the steps at which rounds ended, and the choices.
 """
@@ -41,20 +40,20 @@ from exogym.strategy.traffic import Traffic
 
 
 def ByteBudget(strategy: CommunicateOptimizeStrategy, total_bytes: float) -> CommunicateOptimizeStrategy:
-    """Return the strategy, whose H follows a budget of bytes during the run.
+    """Return the strategy with an H that follows a budget of bytes during the run.
 
     Args:
         strategy: a strategy with rounds of `H` steps. Its `H` is the first value.
         total_bytes: B, the bytes that a node may send in the whole run, averaged over nodes.
 
-    The first round and the last synchronization (`final_sync`) always happen, so B must pay for both. The rule does not
-    plan for bytes that returning nodes take. The history has the chosen values (`tuned_H`).
+    The first round and the last synchronization (`final_sync`) always happen, so B must cover both. The rule does not
+    reserve bytes for returning nodes. The history has the chosen values (`tuned_H`).
 
     Raises:
-        ArgumentError: the strategy has no H, or another option sets it. Before training: B does not pay for the first
+        ArgumentError: the strategy has no H, or another option sets it; before training, if B does not cover the first
             round and the last synchronization.
-        TrainingError: during training, if a synchronization takes more bytes than the formula says, and B does not pay
-            for these bytes.
+        TrainingError: during training, if a synchronization takes more bytes than the formula says and B does not cover
+            them.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> budget = ByteBudget(DiLoCoStrategy(H=5), 1000.0).tuning.budget
@@ -84,12 +83,12 @@ def ByteBudget(strategy: CommunicateOptimizeStrategy, total_bytes: float) -> Com
 
 @dataclass(frozen=True)
 class Costs:
-    """The bytes that a node sends in the rest of a run, averaged over nodes.
+    """The bytes that a node sends in the rest of a run, as a mean over nodes.
 
     Attributes:
         each: bytes per synchronization.
-        per_step: bytes in each step, independent of the choice.
-        final: bytes of the last synchronization; 0 if the run ends without it.
+        per_step: bytes in each step for any choice.
+        final: bytes of the last synchronization, or 0 if the run ends without it.
     """
 
     each: float
@@ -115,8 +114,8 @@ class Budget:
         Args:
             H: the current value.
             steps_left: steps until the end of the run.
-            sent: bytes that a node has sent on average, since the run began.
-            costs: the bytes that the rest of the run costs.
+            sent: bytes that a node has sent so far, as a mean over nodes.
+            costs: the costs of the rest of the run.
         """
         if not costs.each:
             return H
@@ -130,7 +129,7 @@ class Budget:
         return math.ceil(steps / rounds) if rounds > 0 else steps + 1
 
     def check(self, H: int, costs: Costs, total_steps: int) -> None:
-        """Raise ArgumentError if the budget does not pay for the first round and the last synchronization."""
+        """Raise ArgumentError if the budget does not cover the first round and the last synchronization."""
         meetings = [f"after H={H} steps"] * (total_steps >= H)
         meetings += ["at the end (final_sync)"] * (costs.final > 0 and total_steps != H)
         least = costs.each * len(meetings) + costs.per_step * total_steps
@@ -143,7 +142,7 @@ class Budget:
 
 
 class TunedRounds(Rounds):
-    """Rounds whose length a tuner chooses during the run. Ended rounds keep their length."""
+    """Rounds whose length a tuner chooses during the run; ended rounds keep their length."""
 
     foreseen = False
 
@@ -165,7 +164,7 @@ class TunedRounds(Rounds):
         return len(ended) - 1 + (step - ended[-1] - 1) // self.H
 
     def end(self, step: int, H: int) -> None:
-        """End the current round at `step`. The next rounds take H steps."""
+        """End the current round at `step`, with rounds of H steps after it."""
         while self._ends[-1] + self.H <= step:
             self._ends.append(self._ends[-1] + self.H)
         if self._ends[-1] < step:  # a round that was cut short
@@ -174,7 +173,7 @@ class TunedRounds(Rounds):
 
 
 class BudgetTuning(Stateful):
-    """A budget in a run: the H that it chooses, and the bytes that it watches.
+    """A budget in a run, which watches the bytes and chooses H.
 
     Args:
         budget: the rule.
@@ -234,7 +233,7 @@ class BudgetTuning(Stateful):
 
 
 def costs_of(modules: Sequence[Module], rounds: Rounds, averaging: Averaging, fleet: Fleet, run: Run) -> Costs | None:
-    """Return the costs of the rest of a run, by the formulas of `modules`, or None if a module has no formula.
+    """Return the costs of the rest of a run by the formulas of `modules`, or None if a module has none.
 
     Args:
         modules: the strategy's modules.

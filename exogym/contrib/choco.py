@@ -1,20 +1,20 @@
 """CHOCO-SGD: neighbors mix copies of each other's parameters, which compressed differences keep up to date.
 
 Koloskova, Stich, Jaggi, Decentralized stochastic optimization and gossip algorithms with compressed communication,
-arXiv:1902.00340, algorithm 2. theta_i are node i's parameters, and x_i is the copy of theta_i that its neighbors know.
-C is a contraction (`exogym.contrib.contractions`), W holds Metropolis's weights on the graph, and gamma is the
-consensus step size. After every step divisible by H
+arXiv:1902.00340, algorithm 2. theta_i are node i's parameters, x_i is its neighbors' copy of them, C is a contraction
+(`exogym.contrib.contractions`), W are Metropolis weights on the graph, and gamma is the consensus step size. After
+every step divisible by H
 
     q_i = C(theta_i - x_i), which node i sends to its neighbors;   x_i <- x_i + q_i
     theta_i <- theta_i + gamma sum_j W_ij (x_j - x_i)
 
-A node keeps its own x_i and s_i = sum_j W_ij x_j, which it updates by s_i <- s_i + sum_j W_ij q_j. So memory does not
-grow with the neighbors. x_i begins as the initial parameters, which all nodes know, as in the authors' code. (That code
-mixes with the copies of the round before, arXiv:1907.09356, so that messages can travel while nodes compute.) The
-evaluation model is the mean of all nodes; mixing does not change this mean.
+A node keeps its own x_i and s_i = sum_j W_ij x_j, which it updates by s_i <- s_i + sum_j W_ij q_j, so memory does not
+grow with the number of neighbors. As in the authors' code, x_i starts as the initial parameters, which all nodes know.
+(That code mixes with the copies of the round before, arXiv:1907.09356, so that messages can travel while nodes
+compute.) Evaluation uses the mean of all nodes, which mixing does not change.
 
-Payload deg S every H steps for a node with deg neighbors and messages of S bytes: tx = rx = deg S. Buffers are mixed
-uncompressed, as in D-PSGD, and count apart.
+Payload: deg S bytes every H steps for a node with deg neighbors and messages of S bytes; tx = rx = deg S. Buffers are
+mixed uncompressed, as in D-PSGD, and counted separately.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class CompressedGossip(GossipCommunicator):
     def __init__(self, graph: Any, contraction: Contraction, gamma: float, H: RoundLength):
         super().__init__(graph, H)
         if isinstance(graph, str) and graph == "matching":
-            raise ArgumentError("graph='matching' draws new neighbors each round, who know no copies: take a graph")
+            raise ArgumentError(
+                "graph='matching' draws new neighbors each round, which have no copies: use another graph"
+            )
         check_number("gamma", gamma, over=0, most=1, more=": the consensus step size")
         self.contraction, self.gamma = contraction, gamma
 
@@ -81,21 +83,24 @@ class CompressedGossip(GossipCommunicator):
 
 
 class CHOCOStrategy(CommunicateOptimizeStrategy):
-    """CHOCO-SGD: nodes send compressed differences to their neighbors, and mix the copies that these differences make.
+    """CHOCO-SGD: nodes send compressed differences to their neighbors, and mix the copies that these differences
+    update.
+
+    Use it when gossip's messages are too large for the links.
 
         q_i = C(theta_i - x_i);   x_i <- x_i + q_i;   theta_i <- theta_i + gamma sum_j W_ij (x_j - x_i)
 
-    theta_i are node i's parameters, x_i is the copy of theta_i that its neighbors have, C is a compressor, and W holds
-    Metropolis's weights on the graph. Payload: deg density P (b + 4) bytes every H steps for a node with deg neighbors,
-    for P parameters of b bytes. The evaluation model is the nodes' mean.
+    theta_i are node i's parameters, x_i is its neighbors' copy of them, C is a compressor, and W are Metropolis weights
+    on the graph. Evaluation uses the nodes' mean. Payload: deg density P (b + 4) bytes every H steps for a node with
+    deg neighbors, for P parameters of b bytes.
 
     Args:
         graph: a graph as for `GossipStrategy`, except "matching".
-        H: steps from one round to the next, as a number or a pure function of the round (from 0).
+        H: steps between two exchanges, as a number or a pure function of the round (from 0).
         gamma: the consensus step size, over 0 and at most 1. Stronger compression needs a smaller gamma: the authors
-            take 0.04 for 1 % of the entries, and 0.34 for 4 bits per entry.
+            use 0.04 for 1 % of the entries and 0.34 for 4 bits per entry.
         compressor: "topk" or "sign"; see `exogym.contrib.contractions.Contraction`.
-        density: the share of entries that "topk" sends; None means 0.01.
+        density: the share of entries that "topk" sends. None means 0.01.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.
 

@@ -1,23 +1,22 @@
-"""CocktailSGD: at every step nodes send a random share of their differences, of it the largest entries, in few bits.
+"""CocktailSGD: at every step nodes send the largest of a random share of their differences, in few bits.
 
-Wang et al., CocktailSGD: Fine-tuning foundation models over 500Mbps networks, ICML 2023, as the authors' code has it
-(DS3Lab/CocktailSGD). theta are the common parameters, theta_i node i's parameters, and Q the compressor. The columns of
-a row are cut into N shards, one per node. At every step, after the inner step, all nodes draw the same set I of columns
-from the seed, with the share p of each shard. On I
+Wang et al., CocktailSGD: Fine-tuning foundation models over 500Mbps networks, ICML 2023, as in the authors' code
+(DS3Lab/CocktailSGD). theta are the common parameters, theta_i node i's parameters, and Q the compressor. A row's
+columns are divided into N shards, one per node. After each inner step, all nodes draw the same set I of columns from
+the seed, a share p of each shard. On I
 
     q_i = Q(theta_i - theta);   theta_i <- theta_i - q_i            each node sends q_i to the shards' nodes
     d = Q(mean_i q_i + s);   s <- mean_i q_i + s - d                each node serves its shard and sends d to all
     theta_i <- theta_i + d;   theta <- theta + d
 
-Q keeps the k largest of a shard's m drawn entries, and quantizes them to `bits` bits (`exogym.compress.Absmax`; the
+Q keeps the k largest of a shard's m drawn entries and quantizes them to `bits` bits (`exogym.compress.Absmax`; the
 authors' code scales slightly differently). The rest of a node's difference stays in theta_i, and the rest of a mean in
-s, which begins at 0. So both are error feedback. The authors send while the next step computes; here nodes wait. The
-evaluation model is theta.
+s, which starts at 0, so both are error feedback. The authors send during the next step; here nodes wait. Evaluation
+uses theta.
 
-Payload per step, with w = ceil(P / N), m = round(p w), k = floor(topk m) and
-S = ceil(m / 8) + ceil(k bits / 8) + 4 ceil(k / bucket): N S bytes in an all-to-all, and S bytes in an all-gather; tx =
-rx = 2 (N-1) S. Buffers are averaged at every step and count apart. A single node sends nothing and takes theta <-
-theta_i.
+Payload per step, with w = ceil(P / N), m = round(p w), k = floor(topk m) and S = ceil(m / 8) + ceil(k bits / 8) + 4
+ceil(k / bucket): N S bytes in an all-to-all and S bytes in an all-gather; tx = rx = 2 (N-1) S. Buffers are averaged at
+every step and counted separately. A single node sends nothing and sets theta <- theta_i.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ from exogym.strategy.traffic import Traffic
 
 
 class LargestInBits(Compressor):
-    """Send the k largest of `count` numbers: a bit per number says which, and the k values travel in `bits` bits.
+    """Encode the k largest of `count` numbers: a bit per number marks them, and their values take `bits` bits.
 
-    The payload is ceil(count / 8) bytes, and ceil(k bits / 8) + 4 ceil(k / bucket) bytes; with `bits` None, k b bytes
-    for numbers of b bytes.
+    The payload is ceil(count / 8) + ceil(k bits / 8) + 4 ceil(k / bucket) bytes, or ceil(count / 8) + k b for numbers
+    of b bytes if `bits` is None.
     """
 
     def __init__(self, count: int, k: int, bits: int | None, bucket: int):
@@ -67,12 +66,12 @@ class LargestInBits(Compressor):
 
 
 class CocktailCommunicator(PeriodicModule):
-    """Exchange compressed differences to the common parameters after every step.
+    """Exchange compressed differences from the common parameters after every step.
 
     Args:
         p, topk, bits, bucket: see `CocktailSGDStrategy`.
 
-    State: theta, (P,); s of each node for the entries that it has served, (rows, P).
+    State: theta, (P,); each node's s for the entries that it has served, (rows, P).
     """
 
     def __init__(self, p: float, topk: float, bits: int | None, bucket: int):
@@ -115,7 +114,7 @@ class CocktailCommunicator(PeriodicModule):
         C = self._compressor(w)
         drawn = numpy_generator(self.run.seed, "cocktail", b, step).choice(w, C.count, replace=False, shuffle=False)
         at = torch.from_numpy(drawn).sort().values + w * torch.arange(n)[:, None]
-        at = at.clamp(max=P).to(theta.device)  # (n, m); P stands for no column
+        at = at.clamp(max=P).to(theta.device)  # (n, m); P means no column
         x = block.params.to(theta.dtype)
         payload = C.encode(pad(x - theta, (0, 1))[:, at].flatten(0, 1).to(block.params.dtype))
 
@@ -141,20 +140,22 @@ class CocktailCommunicator(PeriodicModule):
 
 
 class CocktailSGDStrategy(CommunicateOptimizeStrategy):
-    """CocktailSGD: at every step nodes send a random share of their differences, of it the largest, in few bits.
+    """CocktailSGD: at every step nodes send the largest of a random share of their differences, in few bits.
+
+    Use it to fine-tune with AdamW on slow links; received bytes do not grow with N.
 
         q_i = Q(theta_i - theta);   d = Q(mean_i q_i + s);   s <- mean_i q_i + s - d
         theta_i <- theta_i - q_i + d;   theta <- theta + d
 
-    theta are the common parameters and theta_i node i's, which take local steps. Q is the compressor, on entries drawn
-    anew at each step, and s the error of the node that serves an entry. The evaluation model is theta.
+    theta are the common parameters, which evaluation uses, and theta_i node i's, which take local steps. Q is the
+    compressor, on entries drawn anew at each step, and s is the error of the node that serves an entry.
 
     Payload: (1 + 1/N) p P (1 + topk (bits + 32 / bucket)) / 8 bytes per node and step, for P parameters and N nodes.
 
     Args:
         p: the share of the entries that are drawn at a step, over 0 and at most 1.
         topk: the share of the drawn entries that a node sends, over 0 and at most 1.
-        bits: bits per sent value, 2 to 8 or 16; None sends values as they are.
+        bits: bits per sent value, 2 to 8 or 16. None sends exact values.
         bucket: number of values that share a scale.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.

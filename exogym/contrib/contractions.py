@@ -1,7 +1,7 @@
-"""Contractions: compressors C whose messages are near the row, as EF21 and CHOCO-SGD need them.
+"""Contractions: compressors C whose messages approximate the row, as EF21 and CHOCO-SGD need them.
 
-For a row x there is a delta over 0 with |x - C(x)|^2 <= (1 - delta) |x|^2. With top-k, delta = k / P. With the scaled
-sign of each tensor of d entries, delta = |x|_1^2 / (d |x|_2^2).
+For each row x there is a delta > 0 with |x - C(x)|^2 <= (1 - delta) |x|^2: delta = k / P for top-k, and delta = |x|_1^2
+/ (d |x|_2^2) for the scaled sign of each tensor of d entries.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ class Contraction:
     """A choice of contraction.
 
     Args:
-        kind: "topk" sends the k = max(1, round(density P)) entries of largest size, chosen among all P parameters of
-            one dtype: k (b + 4) bytes for values of b bytes. "sign" sends each entry's sign, and each tensor's mean
-            size: ceil(P / 8) bytes, and 4 bytes per tensor.
-        density: k / P for "topk", over 0 and at most 1; None means 0.01.
+        kind: "topk" sends the k = max(1, round(density P)) entries of largest magnitude among all P parameters of one
+            dtype, k (b + 4) bytes for values of b bytes. "sign" sends each entry's sign and each tensor's mean
+            magnitude, ceil(P / 8) bytes and 4 bytes per tensor.
+        density: k / P for "topk", over 0 and at most 1. None means 0.01.
 
     Raises:
         ArgumentError: a value is not allowed, or `density` is given for "sign".

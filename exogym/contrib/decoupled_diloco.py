@@ -1,18 +1,18 @@
 """Decoupled DiLoCo: a server that needs only a quorum of nodes, waits a grace window, and weights nodes by tokens.
 
 Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428. Node w pulls theta, takes H
-inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. When at least Q nodes have
-arrived, the server waits another `grace_s` seconds for more nodes. Then it merges the Delta of the arrived nodes, the
-set M, with the outer learning rate eta and the outer momentum beta:
+inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. Once Q nodes have arrived,
+the server waits another `grace_s` seconds for more nodes. Then it merges the Deltas of the set M of arrived nodes, with
+the outer learning rate eta and the outer momentum beta:
 
     c_w = tokens of w's round;  s_w = steps of w's round;  weight_w = c_w c_w / s_w
     g = sum_M weight_w Delta_w / sum_M weight_w
     m <- beta m + g;  theta <- theta - eta (g + beta m)
 
-Then the nodes of M pull theta. The server does not wait for the other nodes. Their Delta arrive later, and are
-differences from the older theta that they pulled.
+Then the nodes of M pull theta. The other nodes' Deltas arrive later, as differences from the older theta that these
+nodes pulled.
 
-In the paper fragments are synchronized one after the other while nodes continue, and the grace window adapts to the
+In the paper, fragments are synchronized one after the other while nodes continue, and the grace window adapts to the
 remaining time. Here nodes send the whole model at once and wait for theta, and the window is constant. The paper's
 second way of merging (by radius and direction) is not implemented.
 """
@@ -32,12 +32,12 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class QuorumServer(ParameterServer):
-    """Decoupled DiLoCo's server. It holds the outer parameters theta and the Delta that wait for theta's next update.
+    """Decoupled DiLoCo's server, which holds the outer parameters theta and the Deltas for theta's next update.
 
     Attributes:
         m: the momentum, (P,) per block.
-        total: the weighted sum of the waiting Delta, (P,) per block.
-        weight: the sum of the waiting Delta's weights.
+        total: the weighted sum of the waiting Deltas, (P,) per block.
+        weight: the sum of the waiting Deltas' weights.
 
     >>> server = QuorumServer([torch.zeros(1)], eta=1.0, beta=0.0)
     >>> server.apply([torch.ones(1)], staleness=0, steps=10, batch_size=8)
@@ -75,30 +75,31 @@ class QuorumServer(ParameterServer):
 class DecoupledDiLoCoStrategy(ClockedStrategy):
     """Decoupled DiLoCo: a server takes the outer step as soon as Q nodes have arrived, without the slower nodes.
 
+    Use it when some nodes are much slower than others or may stall.
+
         g = sum_M weight_w Delta_w / sum_M weight_w;   m <- beta m + g;   theta <- theta - eta (g + beta m)
 
-    M is the set of arrived nodes. Delta_w is the theta that node w pulled minus its parameters after its round, and
-    weight_w is the squared number of the round's tokens divided by the round's steps. m is the momentum.
+    M is the set of arrived nodes. Delta_w is the theta that node w pulled minus its parameters after its round,
+    weight_w is the squared number of the round's tokens divided by the round's steps, and m is the momentum. Evaluation
+    uses theta.
 
-    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes; payload P b / H per step of the
-    node. Memory: each node needs one more row, for the theta that it pulled. The evaluation model is theta.
+    Bytes: P b up and P b down per round of a node, for P parameters of b bytes; payload P b / H per step of the node.
+    Memory: one more row per node, for the theta that it pulled.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
+        inner_optim: inner optimizer. Each node keeps its optimizer state between rounds.
         H: inner steps of a round.
         quorum: Q, the number of nodes that must have arrived. None means more than half of the nodes.
-        grace_s: virtual seconds that the server waits for more nodes after the Q-th arrival. With 0 another node is
-            only included if it arrives at the same moment as the Q-th node and Q is over 1. With math.inf the server
-            waits for all nodes.
+        grace_s: virtual seconds for which the server waits for more nodes after the Q-th arrival. 0 includes another
+            node only if it arrives at the same moment as the Q-th node and Q is over 1; math.inf waits for all nodes.
         outer_lr, outer_momentum: eta and beta of the outer step.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The learning-rate schedule follows the
+            fleet's step.
 
-    One step of the fleet is N local steps, whichever nodes take them. The server uses every node's Delta, even if the
-    node arrives late. At the end of training nodes push their unfinished rounds, and the server merges these rounds'
-    Delta (`final_sync`). With Q = N the strategy is DiLoCo, up to the order of a sum. With Q = 1 and `grace_s` = 0 it
-    is asynchronous DiLoCo with rule="nesterov" and period 1. Planned faults (`fit(faults=...)`) and compute="vmap" are
-    refused.
+    A step of the fleet is N local steps, whichever nodes take them. The server uses every node's Delta, even a late
+    one. At the end of training, nodes push their unfinished rounds, and the server merges these Deltas (`final_sync`).
+    With Q = N the strategy is DiLoCo up to the order of a sum; with Q = 1 and `grace_s` = 0 it is asynchronous DiLoCo
+    with rule="nesterov" and period 1. Planned faults (`fit(faults=...)`) and compute="vmap" are refused.
 
     Raises:
         ArgumentError: the quorum is larger than the number of nodes.

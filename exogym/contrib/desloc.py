@@ -7,19 +7,19 @@ with first moments u_i and second moments v_i, and
     u_i     <- (1/N) sum_j u_j          after steps that H_u divides
     v_i     <- (1/N) sum_j v_j          after steps that H_v divides
 
-Local Adam averages all three kinds of values every H steps. Moments change more slowly than parameters, so they need
-fewer averages: by default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often as
-first moments, H_v = 6 H. H_v = 6 H suits dense gradients only: a node that has seen almost no gradient of a parameter
-takes the other nodes' u_i and divides it by its own sqrt(v_i), which is near 0. If second moments are averaged whenever
-first moments are averaged (H_v divides H_u), |u| stays within Adam's multiple of sqrt(v).
+Local Adam averages all three every H steps. Moments change more slowly than parameters and need fewer averages: by
+default H_u = H_v = 3 H. The paper averages second moments, which change slowest, half as often as first moments (H_v =
+6 H). That suits only dense gradients: a node that has seen almost no gradient of a parameter divides the other nodes'
+u_i by its own sqrt(v_i), which is near 0. If second moments are averaged whenever first moments are (H_v divides H_u),
+|u| stays within Adam's multiple of sqrt(v).
 
 If H_u and H_v exceed the number of steps, DES-LOC is local SGD (FedAvg) with Adam. With H = H_u = 1 and SGD with
-momentum, DES-LOC is DDP. With Adam, averaging gradients at every step would be a different method, because the mean of
+momentum, DES-LOC is DDP. With Adam, averaging gradients at every step is a different method, because the mean of
 squares is not the square of the mean.
 
-Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters of b bytes; ring all-reduces, tx = rx = 2
-(N-1)/N times the payload. Nodes send moments in the precision of their parameters. At the end of training,
-unsynchronized parameters are averaged once more; moments are not.
+Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters of b bytes; ring all-reduces, tx = rx = 2
+(N-1)/N times the payload. Moments are sent in the precision of their parameters. At the end of training, unsynchronized
+parameters are averaged once more, but not moments.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Kind = tuple[str, ...]
 
 
 class Moments:
-    """The moments of the optimizers that `spec` builds. Moments are state tensors in the shapes of their parameters.
+    """The moments of the optimizers that `spec` builds: state tensors with the shapes of their parameters.
 
     Attributes:
-        kinds: the kinds of moments, in the order first, second, others. Each kind is a tuple of the names that torch's
-            optimizers use for this kind; a parameter's state has one of these names.
+        kinds: the kinds of moments, in the order first, second, others. A kind is a tuple of the names that torch's
+            optimizers use for it; a parameter's state has one of these names.
 
     Raises:
         ArgumentError: the optimizer keeps no such state.
@@ -68,15 +68,15 @@ class Moments:
         kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
         names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
         if not names:
-            raise ArgumentError(f"{spec!r} keeps no state per parameter that could be averaged: take 'adamw'")
+            raise ArgumentError(f"{spec!r} keeps no state per parameter that could be averaged: use 'adamw'")
         own: list[Kind] = [(name,) for name in dict.fromkeys(names) if name not in FIRST + SECOND]
         self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
 
     def average(self, fleet: Fleet, kind: Kind) -> None:
         """Average the moments of `kind` over the nodes. The payload is P b bytes.
 
-        A node's moment does not exist yet if its parameter has never had a gradient. Such a moment counts as zeros in
-        the mean, and is not created.
+        A parameter that has never had a gradient has no moment yet, which counts as zeros in the mean and is not
+        created.
         """
         optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
         for block in fleet.blocks:
@@ -90,7 +90,7 @@ class Moments:
 
 
 def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[int, Tensor]]:
-    """Yield (start, tensor) for the moment of each parameter of the block, side by side in the optimizer's order."""
+    """Yield (start, tensor) for the moment of each parameter of the block, in the optimizer's order."""
     start = 0
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.dtype != block.layout.dtype:
@@ -101,7 +101,7 @@ def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[in
 
 
 class MomentAverage(PeriodicModule):
-    """Average one kind of moment of the inner optimizers (`kind`) after every step that `every` divides."""
+    """Average the inner optimizers' moments of one `kind` after every step that `every` divides."""
 
     def __init__(self, moments: Moments, kind: Kind, every: int):
         super().__init__()
@@ -122,6 +122,8 @@ class MomentAverage(PeriodicModule):
 class DESLOCStrategy(CommunicateOptimizeStrategy):
     """DES-LOC: local Adam that averages parameters, first moments u and second moments v, each at its own period.
 
+    Use it when local Adam needs averaged moments at fewer bytes.
+
         theta_i <- mean_j theta_j every H steps;   u_i <- mean_j u_j every H_u;   v_i <- mean_j v_j every H_v
 
     theta_i, u_i and v_i are the values of node i. Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P
@@ -132,8 +134,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
             moments: "adamw", "adam", or SGD with momentum.
         H: steps between averages of the parameters.
         H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None means 3 H.
-        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has such moments. None means
-            H_u. The paper has 6 H.
+        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has them. None means H_u; the
+            paper uses 6 H.
 
     >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
     """
@@ -159,7 +161,7 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         moments = Moments(Inner.of(inner_optim, options).spec)
         if H_v is not None and SECOND not in moments.kinds:
             raise ArgumentError(
-                f"H_v={H_v!r} with inner_optim={inner_optim!r}, which keeps no second moments: take "
+                f"H_v={H_v!r} with inner_optim={inner_optim!r}, which keeps no second moments: use "
                 "inner_optim='adamw', or leave H_v out"
             )
         averages = []

@@ -1,9 +1,9 @@
 """Dion: hidden matrices step along an orthonormal matrix of low rank, which nodes compute from thin factors.
 
-Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv:2504.05295. The details are from the authors' code
-(microsoft/dion, `dion_reference.py`). W is a hidden m x n matrix with m >= n; for m < n the rule takes all matrices
-transposed. For W, node i has the gradient G_i and the momentum M_i. r is the rank, mu the momentum's decay, gamma_W the
-matrices' learning rate and lambda the weight decay:
+Ahn et al., Dion: Distributed Orthonormalized Updates, arXiv:2504.05295, with details from the authors' code
+(microsoft/dion, `dion_reference.py`). W is a hidden m x n matrix with m >= n; if m < n, all matrices are transposed.
+Node i has the gradient G_i and the momentum M_i for W. r is the rank, mu the momentum's decay, gamma_W the matrices'
+learning rate and lambda the weight decay:
 
     M_i <- M_i + G_i
     P   <- orth(mean_i M_i Q)                       # all-reduce of m r elements
@@ -15,9 +15,10 @@ matrices' learning rate and lambda the weight decay:
 orth makes a matrix's columns orthonormal (Householder QR; the authors also have randomized Cholesky QR). Nodes draw Q,
 n x r, once from the seed, and each step starts from the last step's Q. W's outputs and inputs are its first and second
 dimension. If mean_i M_i Q = 0, W does not move along P Q^T, and Q stays. The M_i enter only through their mean, which
-is the momentum of one node with the mean gradient. So the nodes' number and the compression do not change the result.
+is the momentum of one node with the mean gradient, so neither the number of nodes nor the compression changes the
+result.
 
-r is ceil(rank_fraction n). A matrix is compressed if rank_fraction < 1 and (m + n) r < m n. Otherwise nodes average G_i
+r is ceil(rank_fraction n). A matrix is compressed if rank_fraction < 1 and (m + n) r < m n; otherwise nodes average G_i
 and share one M. AdamW trains all other parameters (embeddings, head, vectors) with averaged gradients. Hidden matrices
 are defined as for Muon (`exogym.strategy.muon`).
 
@@ -50,10 +51,10 @@ EPS = 1e-8  # of Dion's norms and of AdamW
 
 
 class DionAdamW(HiddenAdamW):
-    """Plain steps with the rate `matrix_lr` for the hidden matrices, AdamW with the rate `lr` for the rest.
+    """SGD with the rate `matrix_lr` for the hidden matrices, AdamW with the rate `lr` for the rest.
 
     Args:
-        params: groups of parameters. Groups with `use_dion` have the hidden matrices.
+        params: groups of parameters, in which `use_dion` marks the hidden matrices.
         lr: the rate of all other groups.
         matrix_lr: the rate of groups with `use_dion`.
         weight_decay: the decoupled weight decay of all parameters.
@@ -79,15 +80,14 @@ class DionAdamW(HiddenAdamW):
 
 
 class OrthonormalMomentum(GradientModule):
-    """Replace hidden matrices' gradients by sqrt(outputs / inputs) P Q^T, and the others by their mean over the nodes.
+    """Replace hidden matrices' gradients by sqrt(outputs / inputs) P Q^T, and others by their mean over the nodes.
 
     Args:
         rank_fraction: r / n, from above 0 to 1.
-        mu: the share of the sent part of the momentum that stays.
+        mu: the share of the momentum's sent part that stays.
 
-    State: the momentum M_i of each node, (rows, P) for P parameters, zero where nothing is compressed; Q of each hidden
-    matrix, and M of those that are not compressed, one copy for all nodes. Clipping acts on each node's own gradient,
-    before the momentum.
+    State: each node's momentum M_i, (rows, P), zero for parameters that are not compressed; Q of each hidden matrix and
+    M of uncompressed ones, one copy for all nodes. Clipping acts on each node's own gradient before the momentum.
     """
 
     clip_first = True
@@ -130,7 +130,7 @@ class OrthonormalMomentum(GradientModule):
         broadcast_buffers(fleet)
 
     def _directions(self, fleet: Fleet, block: Block, G: Tensor, M: Tensor) -> Tensor:
-        """Return (1, P): the directions of the hidden matrices, and the mean gradients of the rest."""
+        """Return the directions of the hidden matrices and the mean gradients of the rest, (1, P)."""
         hidden = [slot for slot in block.layout if slot.name in fleet.hidden]
         thin = [slot for slot in hidden if self.is_compressed(*slot.shape)]
         rest = [slot for slot in block.layout if slot not in thin]
@@ -166,12 +166,14 @@ class OrthonormalMomentum(GradientModule):
 
 
 def _tall(x: Tensor) -> Tensor:
-    """Return the matrices (..., m, n) with m >= n: `x` or its transpose, as a view."""
+    """Return a view of `x` or its transpose as matrices (..., m, n) with m >= n."""
     return x if x.shape[-2] >= x.shape[-1] else x.mT
 
 
 class DionStrategy(CommunicateOptimizeStrategy):
     """Dion: hidden matrices step along an orthonormal matrix of rank r; nodes send their momentum's thin factors.
+
+    Use it when the network cannot carry Muon's whole gradients and the hidden matrices are large.
 
         P <- orth(mean_i M_i Q);   R <- mean_i M_i^T P;   M_i <- M_i - (1 - mu) P R^T;   Q <- R / columns' norms
         W <- W (1 - gamma_W lambda) - gamma_W sqrt(outputs / inputs) P Q^T
@@ -183,14 +185,14 @@ class DionStrategy(CommunicateOptimizeStrategy):
     Payload: r (m + n) b bytes per compressed matrix, node and step, and b bytes per element of other parameters.
 
     Args:
-        rank_fraction: r / min(m, n). The authors' code has 1 as its default, which compresses nothing.
+        rank_fraction: r / min(m, n). The authors' default is 1, which compresses nothing.
         mu: the momentum's decay.
-        matrix_lr: gamma_W, the learning rate of hidden matrices, which follows the schedule, too. With the factor
-            sqrt(outputs / inputs) the same rate fits models of different sizes. The authors take 0.02 at 160M
+        matrix_lr: gamma_W, the learning rate of hidden matrices, which also follows the schedule. Because of the factor
+            sqrt(outputs / inputs), the same rate fits models of different sizes; the authors use 0.02 at 160M
             parameters.
         weight_decay: lambda, for all parameters.
-        lr, inner_lr: AdamW's learning rate for all other parameters (default 1e-3). The authors take `matrix_lr`.
-        max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.
+        lr, inner_lr: AdamW's learning rate for all other parameters (default 1e-3). The authors use `matrix_lr`.
+        max_norm: largest 2-norm of a node's own gradient; longer gradients are clipped.
         lr_scheduler, warmup_steps: see `Strategy`.
 
     Raises:

@@ -1,20 +1,20 @@
-"""Ditto: FedAvg, and beside it a personal model for each client that stays near the shared model.
+"""Ditto: FedAvg, and for each client a personal model that stays near the shared model.
 
 Li, Hu, Beirami, Smith, Ditto, arXiv:2012.04221. theta are the server's parameters, theta_i client i's copy of them, and
-v_i client i's personal model. All are equal at first. A round has H steps, and the first s of them train v_i. F_i is
-client i's loss, and eta the clients' learning rate:
+v_i its personal model, all equal at first. A round has H steps, and its first s steps train v_i. F_i is client i's
+loss, and eta the clients' learning rate:
 
     v_i     <- v_i - eta (grad F_i(v_i) + lambda (v_i - theta)),  s local steps
     theta_i <- H - s local steps on F_i from theta
     theta   <- sum_{i in S} (n_i / n_S) theta_i,  over the round's clients S
 
 n_i is client i's number of examples, and n_S the sum over S. Both lines of local steps use the theta of the round's
-start, so their order does not matter. v_i never leaves its client, and never changes theta. The term is part of the
-gradient, so Adam's moments contain it. The inner optimizer starts afresh before each of the two lines. Between rounds a
-client's row holds v_i, its own model. Buffers belong to both models, and are averaged as in FedAvg.
+start, so their order does not matter. v_i never leaves its client and never changes theta. The proximal term is part of
+the gradient, so it enters Adam's moments. The inner optimizer starts afresh before each of the two lines. Between
+rounds, a client's row holds v_i, its own model. Buffers belong to both models and are averaged as in FedAvg.
 
-Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Each client also keeps theta, and
-the model that it does not train now. Every client keeps its row, also if clients are sampled.
+Payload: P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Each client also keeps theta and
+the model that it does not currently train. Every client keeps its row, even if clients are sampled.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from exogym.strategy.strategy import Run
 class SharedModels(RoundModule):
     """Put theta_i into each client's row after the first `steps` steps of a round, and store v_i.
 
-    In the list of modules, this module stands before the averaging.
-
-    State: the model that is not in the row, theta_i or v_i, (rows, P); whether the rows hold v_i.
+    This module precedes the averaging in the list of modules. State: the model that is not in the row, theta_i or v_i,
+    (rows, P); whether the rows hold v_i.
     """
 
     fresh_inner_state = True
@@ -71,7 +70,7 @@ class SharedModels(RoundModule):
         return self.is_personal
 
     def swap(self, fleet: Fleet, to_personal: bool) -> None:
-        """Let the rows hold v_i (`to_personal`) or theta_i. Do nothing if they do already."""
+        """Put v_i (`to_personal`) or theta_i into the rows unless they already hold it."""
         if self.is_personal == to_personal:
             return
         for block, other in zip(fleet.blocks, self.row_state.values(), strict=True):
@@ -84,7 +83,7 @@ class SharedModels(RoundModule):
         self.swap(fleet, False)
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the mean of all theta_i, which rows need not hold now."""
+        """Return the mean of all theta_i, even if the rows hold v_i."""
         wire, everyone = fleet.comm.wire, fleet.there
         share = fleet.comm.share(everyone)
         shared = self.row_state.values() if self.is_personal else [block.params for block in fleet.blocks]
@@ -92,7 +91,7 @@ class SharedModels(RoundModule):
 
 
 class PersonalModels(RoundModule):
-    """Put v_i into each client's row after the averaging. In the list of modules, this module stands last."""
+    """Put v_i into each client's row after the averaging. This module is last in the list of modules."""
 
     def __init__(self, average: AveragingCommunicator, models: SharedModels):
         super().__init__(average)
@@ -105,19 +104,21 @@ class PersonalModels(RoundModule):
 class DittoStrategy(CommunicateOptimizeStrategy):
     """Ditto: FedAvg, and a personal model v_i for each client, which stays near the shared model theta.
 
+    Use it when clients' data differ so much that each client needs its own model, of any architecture.
+
         g_i <- grad F_i(v_i) + lambda (v_i - theta) in the first s steps of a round; the other steps as fedavg
 
-    F_i is client i's loss. Payload: P b bytes per client every H steps, for P parameters of b bytes. The evaluation
-    model is theta. A client's own model is v_i (`exogym.callbacks.EvaluateClients`).
+    F_i is client i's loss. Evaluation uses theta; a client's own model is v_i (`exogym.callbacks.EvaluateClients`).
+    Payload: P b bytes per client every H steps, for P parameters of b bytes.
 
     Args:
-        lam: lambda, weight of the term that holds v_i near theta. The paper has 0.05 to 2. With 0 each v_i trains
-            alone; with a larger lambda it stays nearer to theta.
+        lam: lambda, weight of the term that holds v_i near theta (0.05 to 2 in the paper). With 0, each v_i trains
+            alone.
         H: steps of a round, in both parts together.
         personal_steps: s, the steps of a round that train v_i. None means H / 2, rounded down.
-        client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. The table
-            of combinations refuses `local_steps` and `local_epochs` here.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`.
+            `local_steps` and `local_epochs` are refused here.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = DittoStrategy(inner_optim='sgd', lam=0.5, H=10, lr=0.01)
     """
@@ -147,8 +148,8 @@ class DittoStrategy(CommunicateOptimizeStrategy):
         average = AveragingCommunicator(H, weighting=weighting, **clients)
         steps = max(average.interval_steps // 2, 1) if personal_steps is None else personal_steps
         check_count("personal_steps", steps)
-        if not callable(H) and steps >= average.interval_steps:  # the table refuses H as a function
-            raise ArgumentError(f"personal_steps={steps} leaves no step of the H={H} steps for theta: raise H")
+        if not callable(H) and steps >= average.interval_steps:  # H as a function is refused
+            raise ArgumentError(f"personal_steps={steps} leaves none of the H={H} steps for theta: raise H")
         models = SharedModels(average, steps)
         near = ProximalTerm(average, lam, models.holds_personal)  # copied with `models`
         super().__init__(inner_optim, [models, average, near, PersonalModels(average, models)], **others)

@@ -1,7 +1,7 @@
 """EDiT: local steps, and an outer step per layer that rejects, weights and clips the nodes' outer gradients.
 
-Cheng et al., EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large Language Models, arXiv:2412.07210.
-The details are from the authors' code in ATorch. theta are the outer parameters of one layer, theta_i node i's, and
+Cheng et al., EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large Language Models, arXiv:2412.07210,
+with details from the authors' code in ATorch. theta are the outer parameters of one layer, theta_i node i's, and
 OuterOpt is the outer optimizer. After every H inner steps, for each layer:
 
     Delta_i = theta - theta_i,   G_i = |Delta_i|                 # all-gather of one number per layer
@@ -10,21 +10,21 @@ OuterOpt is the outer optimizer. After every H inner steps, for each layer:
     Delta   <- Delta min(1, phi / (|Delta| + 1e-6))
     theta   <- OuterOpt(theta, Delta),   theta_i <- theta
 
-Without weights (no T) the mean is over the nodes that are not rejected; in the authors' code rejected nodes then count
-with Delta_i = 0. If all nodes are rejected, theta does not change and nodes do not send the layer. z(G) = (G - m) /
+Without weights (no T), the mean is over the nodes that are not rejected (in the authors' code, rejected nodes then
+count with Delta_i = 0). If all nodes are rejected, theta does not change and the layer is not sent. z(G) = (G - m) /
 sqrt(s), with each node's running mean m and variance s of this layer's G. No node is rejected in its first W rounds.
-Each round updates m and s, also with a rejected node's G:
+Each round updates m and s, even with a rejected node's G:
 
     d = G - m,   m <- m + a d,   s <- (1 - a) (s + a d (G - m))
 
 Layers are the numbered modules of the largest stack and one group for all other parameters, or all modules if no module
-is numbered (`exogym.strategy.fragments`). In the paper layers are sent while the next forward pass runs. That changes
-no number, and ExoGym does not have it: all layers are sent together. The asynchronous variant (A-EDiT) and the
-generalized task arithmetic of the published code are not implemented.
+is numbered (`exogym.strategy.fragments`). All layers are sent together; the paper sends them during the next forward
+pass, with the same results. The asynchronous variant (A-EDiT) and the published code's generalized task arithmetic are
+not implemented.
 
-Payload: P b + 8 L bytes per node every H steps, for P parameters of b bytes in L layers; ring all-reduce, tx = rx = 2
-(N-1)/N P b, and N - 1 times 8 L bytes. Without rejection and weights nodes do not send the 8 L bytes. Without
-rejection, weights and clipping EDiT is DiLoCo.
+Payload: P b + 8 L bytes per node every H steps, for P parameters of b bytes in L layers: ring all-reduce, tx = rx = 2
+(N-1)/N P b, and an all-gather of the 8 L bytes, tx = rx = 8 (N-1) L, which is only needed for rejection and weights.
+Without rejection, weights and clipping, EDiT is DiLoCo.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from exogym.strategy.traffic import Traffic
 
 
 class Outliers:
-    """Tell which norms are unusually large. Each node has its own history, a separate one for each layer.
+    """Detect unusually large norms, by a separate history for each node and layer.
 
     A norm G is unusual if z(G) > reject max(1, std of the last `memory` values of z), where z(G) = (G - m) / sqrt(s).
     Each norm then updates the mean m and the variance s: d = G - m, m <- m + a d, s <- (1 - a) (s + a d (G - m)).
 
     Args:
         rows, layers: the number of rows and of layers.
-        reject: standard deviations over the mean from which a norm is unusual.
+        reject: standard deviations above the mean from which a norm is unusual.
         memory: norms before a norm can be unusual.
         decay: a, the weight of a new norm.
 
@@ -76,7 +76,7 @@ class Outliers:
         return {"count": self.count, "m": self.m, "s": self.s, "z": self.z}
 
     def see(self, row: int, G: Tensor) -> Tensor:
-        """Return (L,), whether each layer's norm in `G` is unusual for the node in `row`. Add `G` to its history."""
+        """Return whether each layer's norm in `G` is unusual for the node in `row`, (L,); add `G` to its history."""
         count, m, s, window = self.count[row], self.m[row], self.s[row], self.z[row]
         unusual = (count >= self.memory) & (_z(G, m, s) > self.reject * window.std(-1).clamp(min=1.0))
         count += 1
@@ -96,7 +96,7 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
     """Take EDiT's outer step, layer by layer, at the end of each round of H steps.
 
     Args:
-        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         rule: the outer optimizer and its schedules.
         reject: z_max. None means that no node is rejected.
         temperature: T of the weights. None means equal weights.
@@ -104,7 +104,7 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
         memory: W, the rounds before a node can be rejected.
         decay: a, the weight of a new G in the running mean and variance.
 
-    State: theta and the outer optimizer's state per layer, and each node's running figures per layer.
+    State: theta and the outer optimizer's state per layer, and each node's running statistics per layer.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
         fleet.synchronise_buffers()
 
     def _weights(self, fleet: Fleet) -> Tensor | None:
-        """Return w, (N, L), zero for rejected nodes. Return None without rejection and weights."""
+        """Return w, (N, L), zero for rejected nodes, or None without rejection and weights."""
         if self.reject is None and self.temperature is None:
             return None
         G = torch.zeros(len(fleet), len(self.outer), dtype=torch.float64)
@@ -176,18 +176,20 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
 
 
 class EDiTStrategy(CommunicateOptimizeStrategy):
-    """EDiT: DiLoCo by layers, without nodes whose outer gradient is unusually large, and with weights and clipping.
+    """EDiT: DiLoCo by layers that rejects nodes with an unusually large outer gradient, weights the others, and clips.
+
+    Use it when DiLoCo's loss jumps because some data or nodes are bad.
 
         Delta = sum_i w_i (theta - theta_i), w_i ~ exp(-G_i / T);   theta <- OuterOpt(theta, clip(Delta));   theta_i <- theta
 
     For each layer, theta are the outer parameters, theta_i node i's parameters, and G_i = |theta - theta_i|. The sum is
-    over the nodes that are not rejected. OuterOpt is the outer optimizer. Payload: P b + 8 L bytes per node every H
-    steps, for P parameters of b bytes in L layers. The evaluation model is theta.
+    over the nodes that are not rejected. OuterOpt is the outer optimizer. Evaluation uses theta. Payload: P b + 8 L
+    bytes per node every H steps, for P parameters of b bytes in L layers.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `OuterRule`. With
-            outer_optim='sgd' the rate is 0.7 and the momentum 0.8 by default, as in the authors' code.
+            outer_optim='sgd', the default rate is 0.7 and the momentum 0.8, as in the authors' code.
         H, reject, temperature, clip, memory, decay: see `LayerwisePenalty`.
 
     >>> strategy = EDiTStrategy(H=100, lr=3e-4, clip=10.0)

@@ -1,17 +1,17 @@
 """EF21: nodes send compressed differences between their gradients and the estimates that these differences build.
 
 Richtarik, Sokolov, Fatkhullin, EF21: A new, simpler, theoretically better, and practically faster error feedback,
-arXiv:2106.05203, algorithm 2. Node i has the gradient G_i and its estimate g_i, which begins at 0, and C is a
-contraction (`exogym.contrib.contractions`). Opt is the inner optimizer:
+arXiv:2106.05203, algorithm 2. Node i has the gradient G_i and its estimate g_i, which starts at 0; C is a contraction
+(`exogym.contrib.contractions`), and Opt the inner optimizer:
 
     c_i = C(G_i - g_i), which node i sends;   g_i <- g_i + c_i
     g <- g + mean_i c_i = mean_i g_i;   theta <- Opt(theta, clip(g))
 
-Error feedback (`compressed_gradients`) adds what it has not sent to the next gradient. EF21 repeats what it has sent in
-each later step, until a difference replaces it. So EF21 needs no learning rate in its messages. If the gradients stay
-the same, g goes to their mean. Estimates and g are in fp32 or wider.
+Error feedback (`compressed_gradients`) adds unsent entries to the next gradient. EF21 instead repeats sent entries in
+each later step until a difference replaces them, so its messages do not depend on the learning rate. If the gradients
+are constant, g converges to their mean. Estimates and g are in fp32 or wider.
 
-Payload as with error feedback: k (b + 4) bytes per step for k sent entries of b bytes, or one bit per entry;
+Payload: as with error feedback, k (b + 4) bytes per step for k sent entries of b bytes, or one bit per entry;
 all-gather, tx = rx = (N-1) payload with N nodes.
 """
 
@@ -34,7 +34,7 @@ from exogym.strategy.traffic import Traffic
 class EstimatedMean(GradientModule):
     """Replace every node's gradient by the mean of the nodes' estimates.
 
-    State: each node's g_i, (rows, P) for P parameters; g, (P,).
+    State: each node's g_i, (rows, P); g, (P,).
     """
 
     def __init__(self, contraction: Contraction):
@@ -62,7 +62,7 @@ class EstimatedMean(GradientModule):
         broadcast_buffers(fleet)
 
     def _estimate(self, fleet: Fleet, block: Block, b: int) -> Tensor:
-        """Bring g_i and g up to date; return g, (P,)."""
+        """Update g_i and g, and return g, (P,)."""
         own, g, C = self.row_state[f"estimate.{b}"], self.shared_state[f"mean.{b}"], self.compressors[b]
         grads = own_gradients(fleet, block)
         payload = C.encode((grads - own).to(grads.dtype))
@@ -77,16 +77,17 @@ class EstimatedMean(GradientModule):
 class EF21Strategy(CommunicateOptimizeStrategy):
     """EF21: nodes send compressed differences to estimates of their gradients, and step along the estimates' mean.
 
+    Use it when gradients change slowly, as with large batches or a small learning rate.
+
         c_i = C(G_i - g_i);   g_i <- g_i + c_i;   g = mean_i g_i;   theta <- Opt(theta, clip(g))
 
-    G_i is the gradient of node i, g_i its estimate, C a compressor, and Opt the inner optimizer.
-
-    Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes. With density 1 the strategy is DDP.
+    G_i is the gradient of node i, g_i its estimate, C a compressor, and Opt the inner optimizer. With density 1, the
+    strategy is DDP. Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes.
 
     Args:
         compressor: "topk" or "sign"; see `exogym.contrib.contractions.Contraction`.
-        density: the share of entries that "topk" sends; None means 0.01.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on g.
+        density: the share of entries that "topk" sends. None means 0.01.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on g.
 
     >>> strategy = EF21Strategy(inner_optim="sgd", density=0.01, lr=0.1)
     """

@@ -5,17 +5,17 @@ public code of Plato, an asynchronous federated library, because the paper itsel
 
     pulls theta, takes H inner steps to theta_w, pushes theta_w, pulls again.
 
-On arrival, the server takes
+On arrival, the server sets
 
     theta <- (1 - alpha s) theta + alpha s theta_w
 
-alpha is the mixing weight. s depends on tau, the number of updates of theta since w pulled theta:
+where alpha is the mixing weight, and s depends on tau, the number of updates of theta since w pulled theta:
 
     constant     s = 1
     polynomial   s = (tau + 1)^-a
     hinge        s = 1 if tau <= b, otherwise 1 / (a (tau - b) + 1)
 
-The paper's workers may also be held near the pulled theta by a quadratic term; this is left out.
+The paper's workers may also be held near the pulled theta by a quadratic term, which is left out here.
 
 >>> import torch
 >>> server = MixingServer([torch.zeros(1)], FedAsyncStrategy(alpha=0.5, discount="polynomial", a=1.0))
@@ -62,23 +62,25 @@ class MixingServer(ParameterServer):
 class FedAsyncStrategy(ClockedStrategy):
     """FedAsync: each node trains at its own pace, and a server mixes its parameters into theta on arrival.
 
+    Use it when nodes differ in speed and none may wait for another.
+
         theta <- (1 - alpha s(tau)) theta + alpha s(tau) theta_w
 
-    theta are the outer parameters, theta_w node w's after its round, and tau the number of updates of theta since w
-    pulled theta. The evaluation model is theta.
+    theta are the outer parameters, which evaluation uses, theta_w node w's parameters after its round, and tau the
+    number of updates of theta since w pulled theta.
 
-    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes; payload P b / H per step of the
-    node. Memory: each node needs one more row, for the parameters that it pulled.
+    Bytes: P b up and P b down per round of a node, for P parameters of b bytes; payload P b / H per step of the node.
+    Memory: one more row per node, for the parameters that it pulled.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
-        H: inner steps of a node's round, or with `dylu` of the fastest node's round.
+        inner_optim: inner optimizer. Each node keeps its optimizer state between rounds.
+        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
         alpha: the mixing weight, over 0 and at most 1.
         discount: s: "constant", "polynomial" or "hinge"; see `exogym.contrib.fedasync`.
         a, b: parameters of s. None means a = 0.5 for "polynomial", and a = 10, b = 4 for "hinge".
         max_staleness, dylu: see `AsyncDiLoCoStrategy`.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The learning-rate schedule follows the
+            fleet's step.
 
     >>> strategy = FedAsyncStrategy("sgd", H=10, alpha=0.6, lr=0.05)
     """
@@ -114,7 +116,7 @@ class FedAsyncStrategy(ClockedStrategy):
         check_choice("discount", discount, DISCOUNTS)
         for option, given in (("a", a), ("b", b)):
             if given is not None and option not in DISCOUNTS[discount]:
-                raise ArgumentError(f"{option}={given!r} has no meaning with discount={discount!r}: leave {option} out")
+                raise ArgumentError(f"{option}={given!r} has no effect with discount={discount!r}: leave {option} out")
         if max_staleness is not None:
             check_count("max_staleness", max_staleness, least=0)
         of_a, of_b = DEFAULTS.get(discount, (0.0, 0))

@@ -1,16 +1,16 @@
 """FedBN: FedAvg whose batch normalization stays with each client.
 
 Li, Jiang, Zhang, Kamp, Dou, FedBN, arXiv:2102.07623. u_i are the scales, shifts, running means and running variances of
-client i's batch normalization layers, theta are all other parameters. Round r, with its clients S_r:
+client i's batch normalization layers, and theta are all other parameters. Round r, with its clients S_r:
 
     (theta_i, u_i) <- H_i local steps from (theta, u_i)     for i in S_r
     theta <- mean_{i in S_r} theta_i
 
 No client sends its u_i. In the paper all clients have equal weights (`weighting="uniform"`). A layer counts as batch
-normalization if training changes its `running_mean`. Without such layers the strategy is FedAvg, and ExoGym says so.
+normalization if training changes its `running_mean`; without such layers the strategy is FedAvg, and ExoGym says so.
 
-Payload P_s b bytes per client every H steps, for P_s other parameters of b bytes.
-`exogym.strategy.personal` describes personal parameters, their evaluation, and the options that they exclude.
+Payload: P_s b bytes per client every H steps, for P_s other parameters of b bytes. `exogym.strategy.personal` describes
+personal parameters, their evaluation, and the options that they exclude.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def batch_norms(fleet: Fleet) -> list[str]:
 class FedBNStrategy(CommunicateOptimizeStrategy):
     """FedBN: FedAvg whose batch normalization stays with each client.
 
+    Use it when clients' inputs differ, such as pictures from different cameras.
+
         theta <- mean_i theta_i;   batch normalization's parameters and statistics stay with client i
 
     theta are the shared parameters and theta_i client i's values of them. Payload: P_s b bytes per client every H
@@ -46,7 +48,7 @@ class FedBNStrategy(CommunicateOptimizeStrategy):
     Args:
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. By
             default clients have equal weights, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = FedBNStrategy(inner_optim='sgd', H=5, lr=0.01)
     """

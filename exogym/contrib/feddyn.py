@@ -1,19 +1,19 @@
-"""FedDyn: FedAvg whose clients' losses get a term that changes, so that all clients agree at the global minimum.
+"""FedDyn: FedAvg with a changing term in each client's loss, so that all clients agree at the global minimum.
 
 Acar et al., arXiv:2111.04263. Client i keeps a vector a_i, the gradient of its loss where it ended its last round. The
-server has the parameters theta and the vector h. a_i and h are zero at first. In a round with the clients S:
+server has the parameters theta and the vector h. a_i and h start at zero. In a round with the clients S:
 
     g_i(w) - a_i + alpha (w - theta)                # at every local step from w = theta
     a_i   <- a_i - alpha (theta_i - theta)          # theta_i is where client i ends
     h     <- h - (1/N) sum_{i in S} (theta_i - theta)
     theta <- mean_{i in S} theta_i - h
 
-g_i is client i's gradient, alpha the weight of both terms, and N counts all clients. The paper's h is alpha times h
-here. If a client minimizes its changed loss exactly, a_i is its gradient at theta_i, as in the paper. Here clients take
-H local steps instead. The terms are part of the gradient, so Adam's moments contain them.
+g_i is client i's gradient, alpha the weight of both terms, and N counts all clients. (The paper's h is alpha times this
+h.) If a client minimized its changed loss exactly, as in the paper, a_i would be its gradient at theta_i; here clients
+take H local steps instead. The terms are part of the gradient, so they enter Adam's moments.
 
-Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Only the server needs h. Without
-sampling every node computes the server's step itself.
+Payload: P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Only the server needs h. Without
+sampling, every node computes the server's step itself.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from exogym.strategy.strategy import Run
 class LinearTerm(RoundModule, Corrects):
     """Subtract a_i from every local gradient of client i, and update a_i at the end of each round.
 
-    In the list of modules, this module stands before the averaging.
+    This module precedes the averaging in the list of modules.
 
     Args:
-        near: the proximal term, which knows the theta that each client received.
+        near: the proximal term, which stores the theta that each client received.
 
     State: a_i, (rows, P).
     """
@@ -105,20 +105,21 @@ class DynamicServer(RoundModule):
 class FedDynStrategy(CommunicateOptimizeStrategy):
     """FedDyn: FedAvg with a proximal term and a linear term that learns each client's gradient.
 
+    Use it when clients' data differ a lot and clients return often: it corrects their bias at FedAvg's bytes.
+
         g_i <- g_i - a_i + alpha (theta_i - theta) at every local step;   a_i <- a_i - alpha (theta_i - theta)
         h <- h - sum_i (theta_i - theta) / N;   theta <- mean_i theta_i - h
 
-    theta are the server's parameters, theta_i client i's parameters and g_i its gradient. N counts all clients; the
-    sum and the mean are over the round's clients.
-
-    Payload: P b bytes per client every H steps, for P parameters of b bytes. The evaluation model is theta.
+    theta are the server's parameters, which evaluation uses, theta_i client i's parameters and g_i its gradient. N
+    counts all clients; the sum and the mean are over the round's clients. Payload: P b bytes per client every H steps,
+    for P parameters of b bytes.
 
     Args:
-        alpha: weight of both terms, over 0. The paper has 0.001 to 0.1 with SGD. With AdamW, whose steps are longer,
+        alpha: weight of both terms, over 0 (0.001 to 0.1 with SGD in the paper). With AdamW, whose steps are longer,
             0.3 and more learn better.
         H, client_fraction, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Clients have equal
             weights, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     >>> strategy = FedDynStrategy(inner_optim='sgd', alpha=0.1, H=5, lr=0.01)
     """
@@ -132,7 +133,7 @@ class FedDynStrategy(CommunicateOptimizeStrategy):
         "personal": "a client's a_i and the server's h cover all parameters, also those that stay with the client: "
         "use fedavg, fedprox or fedopt",
         "privacy": "the server's h and a client's a_i must come from the same changes, and clipping and noise would "
-        "alter only the server's. Take fedavg, fedopt or fedprox",
+        "alter only the server's. Use fedavg, fedopt or fedprox",
         "weighting": "h is a plain sum over clients, so that at the minimum the clients' terms cancel: all clients "
         "have equal weights",
     }

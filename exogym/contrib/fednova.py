@@ -1,28 +1,28 @@
 """FedNova: FedAvg that does not favor clients with more steps.
 
 Wang et al., arXiv:2007.07481. theta are the server's parameters, theta_i client i's parameters and gamma the learning
-rate. In a round theta_i changes by -gamma times a weighted sum of the round's gradients. a_i is the sum of these
+rate. In a round, theta_i changes by -gamma times a weighted sum of the round's gradients, and a_i is the sum of these
 weights (the 1-norm of the paper's vector a_i). With FedAvg's weights w_i over the round's clients
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
-So each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. For t local steps the paper gives
+so each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. For t local steps, the paper gives
 
     SGD                       a_i = t
     SGD with momentum rho     a_i = (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho)
     SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
 
-This code adds the weights up step by step and gets these sums. With momentum, a number c starts at 0, and each step
-sets c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term each step sets a_i <- |1 - gamma
-mu| a_i + 1. With a learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate
-and gamma the rate at the schedule's factor 1. t counts the steps that a client really took, not the planned steps.
-Weight decay is part of the gradient.
+This code adds up the weights step by step, with the same result. With momentum, a number c starts at 0, and each step
+sets c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term, each step sets a_i <- |1 - gamma
+mu| a_i + 1. With a learning-rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate
+and gamma the rate at the schedule's factor 1. t counts the steps that a client actually took. Weight decay is part of
+the gradient.
 
-The sums cover one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
-published code. The paper gives no a_i for other optimizers, for dampening, and for momentum with a proximal term.
-Clipping would also cut a proximal term. ExoGym refuses all these combinations.
+The sums cover one round's gradients, so momentum starts each round at zero (`keep_inner_state=False`), as in the
+published code. ExoGym refuses other optimizers, dampening, and momentum with a proximal term, for which the paper gives
+no a_i, and clipping with a proximal term, because it would cut the term.
 
-Payload P b + 8 bytes per client every H steps, for P parameters of b bytes; 8 bytes are for a_i.
+Payload: P b + 8 bytes per client every H steps, for P parameters of b bytes; 8 bytes are for a_i.
 """
 
 from __future__ import annotations
@@ -52,15 +52,14 @@ from exogym.strategy.traffic import Traffic
 class EqualisedWork(RoundModule, Corrects):
     """Scale each client's change by tau / a_i before the averaging.
 
-    a_i is the sum of the weights with which client i's gradients add up in the round, and tau is the clients' weighted
-    mean of a_i.
+    a_i is the sum of the weights of client i's gradients in the round, and tau is the clients' weighted mean of a_i.
 
     Args:
         inner: the strategy's inner optimizer.
-        near: the proximal term, which knows the theta that each client received.
+        near: the proximal term, which stores the theta that each client received.
 
-    State: a_i, (rows, 1). With momentum also the number c from which the next gradient's weight follows; with a
-    schedule also the client's steps since the run began; (rows, 1) each.
+    State, (rows, 1) each: a_i; with momentum, the number c that gives the next gradient's weight; with a schedule, the
+    client's steps since the run began.
 
     Raises:
         ArgumentError: the paper gives no a_i for the clients' optimizer.
@@ -75,10 +74,10 @@ class EqualisedWork(RoundModule, Corrects):
             raise ArgumentError(f"FedNova divides by a_i, the sum of a round's gradient weights: {unknown}")
 
     def _unknown(self) -> str | None:
-        """Return why no a_i is known for the clients' optimizer, and the remedy, or None if a_i is known."""
+        """Return why no a_i is known for the clients' optimizer and what to do, or None if a_i is known."""
         spec = self.inner.spec
         if spec.make is not torch.optim.SGD:
-            return f"no a_i is known for {name_of(spec.make)}: take inner_optim='sgd', or FedAvg or FedOpt"
+            return f"no a_i is known for {name_of(spec.make)}: use inner_optim='sgd', or FedAvg or FedOpt"
         if spec.kwargs.get("dampening"):
             return f"no a_i is known with dampening={spec.kwargs['dampening']}: leave it out"
         uneven = {name for _, options in spec.groups for name in options} - {"weight_decay", "lr"}
@@ -87,7 +86,7 @@ class EqualisedWork(RoundModule, Corrects):
         if self.momentum and self.mu:
             return "the paper gives no a_i for momentum with a proximal term: leave mu or momentum out"
         if self.momentum and not self.average.fresh_inner_state:
-            return "kept momentum adds gradients of earlier rounds: give keep_inner_state=False"
+            return "kept momentum adds gradients of earlier rounds: pass keep_inner_state=False"
         if self.mu and self.inner.max_norm is not None:
             return f"max_norm={self.inner.max_norm} cuts the proximal term, too: leave mu or max_norm out"
         return None
@@ -132,23 +131,24 @@ class EqualisedWork(RoundModule, Corrects):
 class FedNovaStrategy(CommunicateOptimizeStrategy):
     """FedNova: FedAvg of normalized changes, so that clients with more steps do not count more.
 
+    Use it when clients take different numbers of steps.
+
         theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i
 
     theta are the server's parameters, theta_i client i's parameters, and w_i is client i's weight in FedAvg. a_i is the
-    sum of the weights with which the round's gradients add up; for plain SGD a_i is the number of steps. Payload: P b +
-    8 bytes per client every H steps, for P parameters of b bytes.
+    sum of the weights of the round's gradients; for plain SGD, the number of steps. Payload: P b + 8 bytes per client
+    every H steps, for P parameters of b bytes.
 
     Args:
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Without
-            `local_steps` or `local_epochs` all clients take the same number of steps, and FedNova is FedAvg.
-        mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx. With 0 there is no
-            such term.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
-            The optimizer is SGD, without momentum, or with momentum and keep_inner_state=False.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Unless
+            you set `local_steps` or `local_epochs`, all clients take equally many steps, and FedNova is FedAvg.
+        mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx. 0 means no term.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer, which must be SGD
+            without momentum, or with momentum and keep_inner_state=False; see `Strategy`.
 
     Raises:
-        ArgumentError: the paper gives no a_i for the clients' optimizer. Examples: an optimizer other than SGD,
-            momentum kept between rounds, momentum with a proximal term.
+        ArgumentError: the paper gives no a_i for the clients' optimizer, such as an optimizer other than SGD, momentum
+            kept between rounds, or momentum with a proximal term.
 
     >>> strategy = FedNovaStrategy(inner_optim='sgd', local_epochs=1, lr=0.01)
     """

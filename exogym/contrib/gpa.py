@@ -1,17 +1,17 @@
 """GPA: DDP that steps one sequence of parameters, takes gradients at a second, and evaluates a third, their average.
 
 Defazio et al., Smoothing DiLoCo with Primal Averaging for Faster Training of LLMs, arXiv:2512.17131, and the authors'
-`GPAAdamW` (Generalized Primal Averaging). z, y and x are the three sequences, which begin equal; the nodes' parameters
-are y. Opt is the inner optimizer. At every step, with the averaging factors mu_x and mu_y:
+`GPAAdamW` (Generalized Primal Averaging). The three sequences z, y and x start equal; the nodes' parameters are y. Opt
+is the inner optimizer. At every step, with the averaging factors mu_x and mu_y:
 
     g = (1/N) sum_i grad f_i(y)                # all-reduce of P elements
     z <- Opt(z, clip(g))
     x <- mu_x x + (1 - mu_x) z
     y <- mu_y x + (1 - mu_y) z
 
-Weight decay acts on z, as in the authors' default. Payload: P b bytes per node and step, for P parameters of b bytes,
-as in DDP; ring all-reduce, tx = rx = 2 (N-1)/N P b. With mu_x = 0 GPA is DDP. With SGD and mu_x = mu_y = mu the
-sequence y is DDP with Nesterov SGD at (1 - mu) times the rate. The evaluation model is x.
+Weight decay acts on z, as is the authors' default. Payload: P b bytes per node and step, for P parameters of b bytes,
+as in DDP; ring all-reduce, tx = rx = 2 (N-1)/N P b. With mu_x = 0, GPA is DDP. With SGD and mu_x = mu_y = mu, the
+sequence y is DDP with Nesterov SGD at (1 - mu) times the rate. Evaluation uses x.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class PrimalAverage(PeriodicModule):
-    """Average z into x after every step, and give the nodes y, at which they take the next gradient.
+    """Average z into x after every step, and give the nodes y, at which they compute the next gradient.
 
     Args:
         mu_x: the share of x that each step keeps, from 0 to below 1.
@@ -68,7 +68,7 @@ class PrimalAverage(PeriodicModule):
 
 
 class GradientAtY(GradientModule):
-    """Average the nodes' gradients, which they took at y, and give the nodes z for the inner step."""
+    """Average the nodes' gradients at y, and give the nodes z for the inner step."""
 
     def __init__(self, primal: PrimalAverage):
         super().__init__()
@@ -86,13 +86,16 @@ class GradientAtY(GradientModule):
 class GPAStrategy(CommunicateOptimizeStrategy):
     """GPA: DDP on z, with gradients at y, a mix of z and of its running average x.
 
+    Use it when the network carries DDP and the inner optimizer alone learns too slowly: like SNOO, but with fewer
+    options and without rounds.
+
         g = mean_i grad f_i(y);   z <- Opt(z, clip(g));   x <- mu_x x + (1 - mu_x) z;   y <- mu_y x + (1 - mu_y) z
 
-    Opt is the inner optimizer and f_i node i's loss. Payload: P b bytes per node and step, for P parameters of b bytes.
-    The evaluation model is x.
+    Opt is the inner optimizer and f_i node i's loss. Evaluation uses x. Payload: P b bytes per node and step, for P
+    parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has AdamW.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper uses AdamW.
         mu_x, mu_y: see `PrimalAverage`. The authors' mu_x = 0.9967 corresponds to DiLoCo's H = 32 on one node, 0.974 to
             H = 4, 0.9869 to 8, 0.9934 to 16 and 0.9984 to 64.
 

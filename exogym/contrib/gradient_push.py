@@ -1,27 +1,26 @@
 """Stochastic gradient push: gossip along a directed graph, with weights that undo its bias.
 
 Assran et al., Stochastic gradient push for distributed deep learning, arXiv:1811.10792. Node i has a vector x_i and a
-weight w_i, which is 1 at first. Node i trains z_i = x_i / w_i. The matrix (P_ij) has columns that sum to 1. After every
-step that H divides,
+weight w_i, initially 1, and trains z_i = x_i / w_i. The matrix (P_ij) has columns that sum to 1. After every step that
+H divides,
 
     x_i <- sum_j P_ij x_j,   w_i <- sum_j P_ij w_j,   z_i <- x_i / w_i
 
-Before this exchange, x_i takes the inner optimizer's change of z_i: if z_i took the step -gamma g_i(z_i), x_i takes the
-same step. Each node splits its x_i and w_i evenly between itself and its takers, the nodes to which it sends. So the
-sum of all x_i and the sum of all w_i (which is N) do not change. Without w_i the mean would be biased. The evaluation
-model is the mean of the z_i.
+Before this exchange, x_i takes the inner optimizer's change of z_i: if z_i took the step -gamma g_i(z_i), so does x_i.
+Each node splits its x_i and w_i evenly between itself and its takers, the nodes to which it sends, so the sums of all
+x_i and of all w_i (which is N) do not change. Without w_i, the mean would be biased. Evaluation uses the mean of the
+z_i.
 
-With H > 1 a node takes local steps on z_i between two exchanges, at the full learning rate. At the exchange x_i takes
-the sum of these steps. If w_i is not 1, z_i continues from x_i / w_i, not from the end of its local steps. w_i is not 1
-if a node gives more or less than it receives. The paper has H = 1, where no gradient is
-computed between the change of x_i and the exchange. A different algorithm would add every local step to x_i at once, so
-that z_i moves at 1 / w_i of the learning rate. With quadratic losses and an uneven graph, that algorithm ended further
-from the optimum and diverged at lower learning rates.
+If H > 1, a node takes local steps on z_i between two exchanges at the full learning rate, and at the exchange x_i takes
+their sum. If w_i is not 1, because the node sends more or less than it receives, z_i continues from x_i / w_i, not from
+the end of its local steps. The paper has H = 1, where no gradient is computed between the change of x_i and the
+exchange. An alternative would add every local step to x_i at once, so that z_i moves at 1 / w_i of the learning rate;
+with quadratic losses and an uneven graph, it ended further from the optimum and diverged at lower learning rates.
 
-Payload P b + 8 bytes per node and taker every H steps, where P is the number of parameters; w_i needs 8 bytes. tx is
-the payload, and rx the same number for each giver, a node that sends to this node. By default node i has one taker at
-exchange t = 0, 1, ..., the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) exchanges without training all N = 2^k
-nodes hold the exact mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
+Payload: P b + 8 bytes per node and taker every H steps, for P parameters and the 8 bytes of w_i. tx is the payload, and
+rx the same for each giver, a node that sends to this node. By default, node i has one taker at exchange t = 0, 1, ...,
+the node i + 2^(t mod ceil(log2 N)), and after ceil(log2 N) exchanges without training all N = 2^k nodes hold the exact
+mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ DIRECTED = ("exponential", "ring", "complete")
 
 
 def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
-    """Return each node's takers at exchange number `turn`: the nodes to which it sends on a directed graph.
+    """Return each node's takers at exchange number `turn`, the nodes to which it sends on a directed graph.
 
     Args:
-        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": node i + 1. "complete":
-            all other nodes. Or a networkx graph of the nodes 0, 1, ...
+        graph: "exponential" (node i sends to i + 2^(turn mod ceil(log2 N))), "ring" (to i + 1), "complete" (to all
+            others), or a networkx graph of the nodes 0, 1, ... ...
 
     >>> takers_of("exponential", 5, turn=1)
     [[2], [3], [4], [0], [1]]
@@ -69,7 +68,7 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
 def pushing(takers: Sequence[Sequence[int]]) -> Tensor:
     """Return the shares P, (N, N): `P[i, j]` is the share of node j's values that node i receives.
 
-    Each node splits its values evenly among itself and its takers, so columns sum to 1.
+    Each node splits its values evenly between itself and its takers, so columns sum to 1.
     """
     P = torch.zeros(len(takers), len(takers), dtype=torch.float64)
     for i, others in enumerate(takers):
@@ -120,18 +119,19 @@ class PushSum(PeriodicModule):
 class GradientPushStrategy(CommunicateOptimizeStrategy):
     """Stochastic gradient push: nodes train, and send shares of their parameters along a directed graph.
 
+    Use it on one-way or uneven links.
+
         x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j;   z_i <- x_i / w_i
 
-    Node i holds the vector x_i and trains z_i. P_ij is the share of node j's values that node i receives, and w_i is
-    the weight of node i. Payload: P b + 8 bytes per node and taker every H steps, for P parameters of b bytes.
+    Node i holds the vector x_i and the weight w_i and trains z_i; P_ij is the share of node j's values that node i
+    receives. Payload: P b + 8 bytes per node and taker every H steps, for P parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.
         graph: "exponential" (one taker at a time, another at each exchange), "ring" (i to i + 1), "complete", or a
             networkx graph of the nodes 0, 1, ..., whose edges point from a giver to its taker.
-        H: steps from one exchange to the next. In between, z_i takes local steps at the full learning rate, whatever
-            w_i is.
+        H: steps between two exchanges, in which z_i takes local steps at the full learning rate for any w_i.
 
     >>> strategy = GradientPushStrategy("sgd", lr=0.1)
     """

@@ -2,28 +2,29 @@
 
 Kim et al., HALoS: Hierarchical Asynchronous Local SGD over Slow Networks for Geo-Distributed Large Language Model
 Training, arXiv:2506.04531 (ICML 2025). The rules follow the authors' published simulator, because the paper's own
-algorithm could not be read. theta_r are the parameters of island r's server, and Theta the global server's
-parameters. Node w of island r
+algorithm could not be read. theta_r are the parameters of island r's server, and Theta the global server's. Node w of
+island r
 
     pulls theta_r, takes H inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again.
 
-The island's server applies each Delta on arrival, by delayed Nesterov. t counts the arrivals, and A and m start at 0:
+The island's server applies each Delta on arrival by delayed Nesterov, where t counts the arrivals and A and m start at
+0:
 
     theta_r <- theta_r - eta_l Delta;   A <- A + Delta
     if t mod d_l = 0:   m <- beta_l m + A/d_l;   theta_r <- theta_r - eta_l d_l beta_l m;   A <- 0
 
-After K arrivals the island's server sends D = (theta_r at the last merge) - theta_r to the global server, and its nodes
-continue. The global server applies each D on arrival by the same rule, with eta_g, beta_g and d_g. Then it sends Theta
-back, and the island's server merges Theta on arrival:
+After K arrivals, the island's server sends D = (theta_r at the last merge) - theta_r to the global server, while its
+nodes continue. The global server applies each D on arrival by the same rule, with eta_g, beta_g and d_g, and sends
+Theta back, which the island's server merges on arrival:
 
     theta_r <- (1 - alpha) theta_r + alpha Theta
 
-From this merge, the island's server counts the next K arrivals. So Delta that arrive while D and Theta travel change
-theta_r, but no D contains them.
+The island's server counts the next K arrivals from this merge, so Deltas that arrive while D and Theta travel change
+theta_r but are part of no D.
 
-Bytes: P b up and P b down for each round of a node inside its island, for P parameters of b bytes. Between islands, P b
-up and P b down for each D, which count for the island's first node. If D and Theta take no time, that is P b / (H K)
-per step of a node, as a mean over the nodes.
+Bytes: P b up and P b down per round of a node inside its island, for P parameters of b bytes. Between islands, P b up
+and P b down per D, counted for the island's first node. If D and Theta take no time, that is P b / (H K) per step of a
+node, as a mean over the nodes.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from exogym.strategy.traffic import Plan, Traffic
 
 
 class MergingServer(RuleServer):
-    """An island's server. It applies its nodes' Delta by delayed Nesterov, and merges the global server's parameters.
+    """An island's server, which applies its nodes' Deltas by delayed Nesterov and merges the global parameters.
 
     Args:
         d, eta, beta: d_l, eta_l and beta_l.
-        accumulation: arrivals from a merge until the next D is due (K of the module's text).
+        accumulation: K, the arrivals from a merge until the next D is due.
         alpha: the weight of Theta in a merge.
 
     Attributes:
@@ -79,7 +80,7 @@ class MergingServer(RuleServer):
         self.arrivals += 1
 
     def update(self, last: bool = False) -> list[Tensor] | None:
-        """Return D if K arrivals wait, otherwise None; with `last`, if any arrival waits."""
+        """Return D after K arrivals since the last merge (with `last`, after any), otherwise None."""
         if self.arrivals < (1 if last else self.accumulation):
             return None
         return [old - new for old, new in zip(self.merged, self.theta, strict=True)]
@@ -92,12 +93,12 @@ class MergingServer(RuleServer):
 
 
 class Relays:
-    """Carries relays: the messages between the islands' servers and the global server above them.
+    """Carries relays, the messages between the islands' servers and the global server above them.
 
-    An island's server sends its update up. The global server applies the update and sends its parameters down, and the
-    island's server merges them. An island has at most one relay under way. Nodes continue meanwhile: no node waits for
-    a relay, and relays use no node's line. A relay counts for the first node of its island, and takes as long as this
-    node's message to a server.
+    An island's server sends its update up; the global server applies it and sends its parameters down, which the
+    island's server merges. An island has at most one relay in transit; no node waits for a relay, and relays use no
+    node's bandwidth. A relay counts for the first node of its island, and takes as long as this node's message to a
+    server.
 
     Args:
         islands: each island's nodes.
@@ -111,30 +112,30 @@ class Relays:
         check_islands(islands, order.clock.network)
         self.islands, self.servers, self.top = islands, servers, top
         self.fleet, self.order = fleet, order
-        self.rises = torch.zeros(len(islands), dtype=torch.bool)  # whether an island's relay goes up
+        self.rises = torch.zeros(len(islands), dtype=torch.bool)  # whether an island's relay travels up
         self.messages = [[torch.zeros_like(x) for x in top.theta] for _ in islands]
 
     def begin(self, island: int) -> None:
-        """Send the update of an island's server, if one is due and no relay of the island is under way."""
+        """Send the update of an island's server if one is due and no relay of the island is in transit."""
         if self.order.relays[island] == NOBODY and (update := self.servers[island].update()) is not None:
             self.order.relay(island, self._send(island, update, True, self.order.now))
 
     def arrive(self) -> None:
-        """Carry out the arrival of the next relay."""
+        """Process the arrival of the next relay."""
         island = self.order.relayed()
         end = self._deliver(island, self.order.now)
         if end != NOBODY:
             self.order.relay(island, end)
 
     def settle(self) -> list[int]:
-        """Complete the relays under way. Return the tick of each island's merge, or `NOBODY`."""
+        """Complete the relays in transit, and return the tick of each island's merge, or `NOBODY`."""
         ends = self.order.relays.tolist()
         for island in sorted((i for i, end in enumerate(ends) if end != NOBODY), key=lambda i: (ends[i], i)):
             ends[island] = self._complete(island, ends[island])
         return ends
 
     def finish(self, ends: list[int]) -> None:
-        """Send the updates that remain after `settle`, which returned `ends`. Nodes wait for their island's merge."""
+        """Send the updates left after `settle`, which returned `ends`; nodes wait for their island's merge."""
         order = self.order
         for island, nodes in enumerate(self.islands):
             update = self.servers[island].update(last=True)
@@ -145,12 +146,12 @@ class Relays:
             hold(order.clock, nodes, end)
 
     def _complete(self, island: int, end: int) -> int:
-        """Deliver the island's relay, which ends at the tick `end`, and the answer. Return the tick of the merge."""
+        """Deliver the island's relay at the tick `end`, and the answer; return the tick of the merge."""
         after = self._deliver(island, end)
         return end if after == NOBODY else self._complete(island, after)
 
     def _deliver(self, island: int, now: int) -> int:
-        """Apply or merge the island's relay. Return the tick at which the answer arrives, or `NOBODY`."""
+        """Apply or merge the island's relay, and return the tick at which the answer arrives, or `NOBODY`."""
         message = self.messages[island]
         if not self.rises[island]:
             self.servers[island].merge(message)
@@ -159,7 +160,7 @@ class Relays:
         return self._send(island, self.top.theta, False, now)
 
     def _send(self, island: int, values: list[Tensor], up: bool, now: int) -> int:
-        """Send (P,) `values` per block up or down. Return the tick at which they arrive."""
+        """Send `values`, (P,) per block, up or down, and return the tick at which they arrive."""
         comm, first = self.fleet.comm, self.islands[island][0]
         self.rises[island] = up
         for message, x, block in zip(self.messages[island], values, self.fleet.blocks, strict=True):
@@ -184,48 +185,50 @@ def check_islands(islands: list[list[int]], network: Network) -> None:
         if group_of is not None and len(set(group_of[nodes].tolist())) > 1:
             raise ArgumentError(
                 f"nodes {nodes[0]} to {nodes[-1]} are one island of the strategy, but they are in different groups of "
-                "the network: choose island_size so that each island is in one group"
+                "the network: choose island_size so that each island lies in one group"
             )
 
 
 class HALoSStrategy(ClockedStrategy):
     """HALoS: asynchronous local SGD with a server in each island, and a global server that islands reach rarely.
 
+    Use it when links between islands are slow and nodes differ in speed.
+
         each Delta: theta_r <- DN_l(theta_r, Delta);   after K of them: Theta <- DN_g(Theta, D);
         then theta_r <- (1 - alpha) theta_r + alpha Theta
 
-    theta_r are the parameters of island r's server, Theta the global server's, and Delta the parameters that a node
-    pulled minus its parameters after its round. D is theta_r at the last merge minus theta_r. DN is a step of delayed
-    Nesterov, which the module's text has in full. The evaluation model is Theta.
+    theta_r are the parameters of island r's server, and Theta the global server's, which evaluation uses. Delta is the
+    parameters that a node pulled minus its parameters after its round, and D is theta_r at the last merge minus
+    theta_r. DN is a step of delayed Nesterov, described in `exogym.contrib.halos`.
 
-    Bytes: P b up and P b down for each round of a node inside its island, for P parameters of b bytes. Between islands
-    P b up and P b down for each D; these bytes count for the island's first node. The payload is P b / H per step of a
-    node, plus P b / (H K) between islands, as a mean over nodes, if D and Theta take no time. Memory: each node needs
-    one more row, for the parameters that it pulled. Each island's server needs five rows, the global server three.
+    Bytes: P b up and P b down per round of a node inside its island, for P parameters of b bytes, and P b up and P b
+    down per D between islands, counted for the island's first node. The payload is P b / H per step of a node, plus P b
+    / (H K) between islands as a mean over nodes, if D and Theta take no time. Memory: one more row per node, for the
+    parameters that it pulled, five rows per island's server and three for the global server.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
-        H: inner steps of a node's round, or with `dylu` of the fastest node's round.
-        island_size: n, the number of consecutive nodes in an island (the paper's region). The last island may be
-            smaller. With `Network.groups`, each island must be in one group.
+        inner_optim: inner optimizer. Each node keeps its optimizer state between rounds.
+        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
+        island_size: n, the number of consecutive nodes in an island (the paper's region); the last island may be
+            smaller. With `Network.groups`, each island must lie in one group.
         island_lr, island_momentum: eta_l and beta_l, learning rate and momentum of the islands' servers.
-        island_delay: d_l, arrivals from one update of an island's momentum to the next. None means 4 n.
+        island_delay: d_l, arrivals between two updates of an island's momentum. None means 4 n.
         accumulation: K, arrivals from a merge until the island's server sends D. None means 8 n.
         outer_lr, outer_momentum: eta_g and beta_g, learning rate and momentum of the global server.
-        outer_delay: d_g, arrivals from one update of the global momentum to the next.
+        outer_delay: d_g, arrivals between two updates of the global momentum.
         merge: alpha, the weight of Theta when an island's server merges it, from 0 to 1.
-        dylu: see `AsyncDiLoCoStrategy`. The paper's runs use this.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step.
+        dylu: see `AsyncDiLoCoStrategy`. The paper's runs use it.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The learning-rate schedule follows the
+            fleet's step.
 
-    With 4 nodes in an island the defaults are the authors' settings for 4 islands of 4 nodes. eta_l and eta_g weigh a
-    single arrival. (In `AsyncDiLoCoStrategy` outer_lr weighs a whole period.)
+    With 4 nodes in an island, the defaults are the authors' settings for 4 islands of 4 nodes. eta_l and eta_g weigh a
+    single arrival, unlike the outer_lr of `AsyncDiLoCoStrategy`, which weighs a whole period.
 
-    Without a network, D and Theta take no time. On a network they take as long as a message between the island's first
-    node and a server, and nodes' messages take as long as messages inside the island. At the end of training each node
-    pushes the steps since its last push, and each island's server sends D if anything changed (`final_sync`). Buffers
-    that training changes are mixed inside islands only. Planned faults (`fit(faults=...)`) and compute="vmap" are
-    refused.
+    D and Theta take no time unless there is a network, on which they take as long as a message between the island's
+    first node and a server, and nodes' messages as long as messages inside the island. At the end of training, each
+    node pushes the steps since its last push, and each island's server sends D if anything changed (`final_sync`).
+    Buffers that training changes are mixed only inside islands. Planned faults (`fit(faults=...)`) and compute="vmap"
+    are refused.
 
     >>> strategy = HALoSStrategy(inner_optim="adamw", H=8, island_size=4, lr=3e-4)
     """

@@ -1,8 +1,8 @@
 """HeLoCo: asynchronous DiLoCo whose server corrects each stale Delta, tensor by tensor, along the outer momentum.
 
 Asif et al., HeLoCo: Efficient asynchronous low-communication training under data and device heterogeneity,
-arXiv:2606.00271, equations 5 to 19, as the first author's published code has them. theta are the outer parameters, m is
-the outer momentum, eta the outer learning rate and mu the momentum's decay. Node w
+arXiv:2606.00271, equations 5 to 19, as in the first author's published code. theta are the outer parameters, m is the
+outer momentum, eta the outer learning rate and mu the momentum's decay. Node w
 
     pulls theta - a eta mu m, takes H inner steps to theta_w, pushes Delta = (what it pulled) - theta_w, pulls again.
 
@@ -18,9 +18,9 @@ and then takes the outer step, with the weight rho of an arrival:
 
     g <- rho Delta;  m <- mu m + (1 - mu) g;  theta <- theta - eta (g + mu m)
 
-A tensor whose Delta or m has a norm below 1e-8 stays as it is. Bytes: P b up and P b down for each round of a node, for
-P parameters of b bytes; the correction sends nothing. Without correction (c_ok = -1) HeLoCo is an asynchronous DiLoCo
-with momentum look-ahead.
+A tensor whose Delta or m has a norm below 1e-8 is not corrected. Bytes: P b up and P b down per round of a node, for P
+parameters of b bytes; the correction sends nothing. Without correction (c_ok = -1), HeLoCo is asynchronous DiLoCo with
+momentum look-ahead.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ EPSILON = 1e-8  # norms below count as zero
 
 
 class CorrectingServer(ParameterServer):
-    """HeLoCo's server: it corrects each arriving Delta and takes an outer step with it.
+    """HeLoCo's server, which corrects each arriving Delta and takes an outer step with it.
 
     Args:
         theta: the initial outer parameters, (P,) per block; the server copies them.
-        layouts: where the parameter tensors lie in each block.
-        strategy: the strategy with the factors.
+        layouts: the layout of the parameter tensors in each block.
+        strategy: the strategy, for its factors.
         rho: the weight of an arrival.
 
     Attributes:
@@ -71,7 +71,7 @@ class CorrectingServer(ParameterServer):
         self.version += 1
 
     def _correct(self, d: Tensor, m: Tensor) -> None:
-        """Correct the tensor `d` of a Delta, in place, by the same tensor `m` of the momentum."""
+        """Correct the tensor `d` of a Delta in place by the momentum's tensor `m`."""
         rule = self.rule
         of_d, of_m = float(d.norm()), float(m.norm())
         if min(of_d, of_m) < EPSILON:
@@ -94,30 +94,32 @@ class CorrectingServer(ParameterServer):
 
 
 class HeLoCoStrategy(ClockedStrategy):
-    """HeLoCo: asynchronous DiLoCo with momentum look-ahead, and a server that corrects stale Delta tensor by tensor.
+    """HeLoCo: asynchronous DiLoCo with momentum look-ahead, and a server that corrects stale Deltas tensor by tensor.
+
+    Use it when nodes' speeds and data differ, so that asynchronous DiLoCo's stale updates hurt.
 
         g <- rho correct(Delta, m);   m <- mu m + (1 - mu) g;   theta <- theta - eta (g + mu m)
 
     Delta is the parameters that a node pulled, theta - a eta mu m, minus its parameters after its round. theta are the
-    outer parameters and m the outer momentum. The module's text has `correct`. The evaluation model is theta.
+    outer parameters, which evaluation uses, and m is the outer momentum. `exogym.contrib.heloco` describes `correct`.
 
-    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes; payload P b / H per step of the
-    node. Memory: each node needs one more row, for the parameters that it pulled.
+    Bytes: P b up and P b down per round of a node, for P parameters of b bytes; payload P b / H per step of the node.
+    Memory: one more row per node, for the parameters that it pulled.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
-        H: inner steps of a node's round, or with `dylu` of the fastest node's round.
+        inner_optim: inner optimizer. Each node keeps its optimizer state between rounds.
+        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
         outer_lr, outer_momentum: eta and mu of the outer step.
-        lookahead: a, how far ahead of theta the parameters lie that nodes pull; 1 in the paper, 0 means theta. The idea
-            is the momentum look-ahead of Ajanthan et al. (OpenReview 4O8nzTkHPI).
-        arrival_weight: rho. None means 1 / sqrt(N) for N nodes, the paper's recommendation.
-        c_ok: the cosine from which a tensor of Delta stays as it is, from -1 to 1. With -1 there is no correction.
+        lookahead: a, how far ahead of theta the pulled parameters lie: 1 in the paper, 0 means theta. The idea is the
+            momentum look-ahead of Ajanthan et al. (OpenReview 4O8nzTkHPI).
+        arrival_weight: rho. None means 1 / sqrt(N) for N nodes, as the paper recommends.
+        c_ok: the cosine from which a tensor of Delta is not corrected, from -1 (no correction) to 1.
         k_s, beta_max: strength and limit (s_max) of shrinking the part of Delta against m.
         k_d: strength of turning Delta toward m.
         kappa: weight of the momentum's norm in `conf`.
         dylu: see `AsyncDiLoCoStrategy`.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The learning-rate schedule follows the
+            fleet's step.
 
     >>> strategy = HeLoCoStrategy(inner_optim="adamw", H=50, lr=3e-4)
     """

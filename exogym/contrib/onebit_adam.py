@@ -1,26 +1,25 @@
-"""1-bit Adam: Adam with averaged gradients at first, then one bit per entry of the momentum, and a frozen variance.
+"""1-bit Adam: Adam with averaged gradients at first, then one bit per entry of the momentum and a frozen variance.
 
 Tang et al., 1-bit Adam: Communication efficient large-scale training with Adam's convergence speed, arXiv:2102.02888,
-as DeepSpeed's `OnebitAdam` has it. g_i is node i's gradient, gamma the learning rate, lambda the weight decay, and the
+as in DeepSpeed's `OnebitAdam`. g_i is node i's gradient, gamma the learning rate, lambda the weight decay, and the
 first W steps are the warm-up:
 
     t <= W:  g = mean_i g_i;   m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
     t >  W:  m_i = beta1 m + (1 - beta1) g_i;   m <- the compressed mean of m_i;   v stays
     theta <- theta - gamma (m / (sqrt(v) + eps) + lambda theta)
 
-There is no bias correction. The compressed mean has two errors, which begin at 0: e_i of each worker i, and s of the
+There is no bias correction. The compressed mean has two errors, which start at 0: e_i of each worker i, and s of the
 node that serves the entry. C(x) = sign(x) |x|_2 / sqrt(d) for the d entries of a tensor, or of a chunk:
 
     q_i = C(m_i + e_i);   e_i <- m_i + e_i - q_i;   m <- C(mean_i q_i + s);   s <- mean_i q_i + s - m
 
-Each tensor is cut into N chunks, one per node. A node serves its chunk: it averages the signs and compresses the mean
-again. An all-to-all brings the chunks to their nodes, and an all-gather brings m to all. One bit cannot stand for zero,
-so entries with v = 0 keep m = 0 (the published code has a mask for such entries). Errors, m and v are in fp32 or wider.
+Each tensor is divided into N chunks, one per node, which an all-to-all brings to their nodes. A node averages the signs
+of its chunk and compresses the mean again, and an all-gather brings m to all. Because one bit cannot represent zero,
+entries with v = 0 keep m = 0 (the published code has a mask for them). Errors, m and v are in fp32 or wider.
 
-Payload in the warm-up: P b bytes per step, all-reduce, for P parameters of b bytes. Then, with S = ceil(sum_t
-ceil(d_t / N) / 8) + 4 T bytes for T tensors of d_t entries: N S bytes per step in the all-to-all, and S in the
-all-gather; tx = rx = 2 (N-1) S, a 32nd of DDP's bytes. A single
-node compresses nothing.
+Payload: P b bytes per step in the warm-up, all-reduce, for P parameters of b bytes. Then, with S = ceil(sum_t ceil(d_t
+/ N) / 8) + 4 T bytes for T tensors of d_t entries, N S bytes per step in the all-to-all and S in the all-gather; tx =
+rx = 2 (N-1) S, 1/32 of DDP's bytes. A single node compresses nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Chunks:
     """The chunks into which n nodes divide a row, and their messages of signs and scales.
 
     Attributes:
-        at: (n, W), the columns of each node's chunks, one tensor's chunk after the other; P for filling.
-        widths: the entries of each tensor's chunk, with filling.
-        counts: n lists of T numbers, the entries of each tensor's chunk without filling, at least 1.
+        at: (n, W), the columns of each node's chunks, one tensor's chunk after the other; P means padding.
+        widths: the entries of each tensor's chunk, with padding.
+        counts: n lists of T numbers, the entries of each tensor's chunk without padding, at least 1.
     """
 
     def __init__(self, layout: Layout, n: int, device: torch.device):
@@ -65,11 +64,11 @@ class Chunks:
         self.counts = torch.stack([(part < layout.numel).sum(1).clamp(min=1) for part in columns], 1).tolist()
 
     def packed(self, x: Tensor, scales: Tensor) -> Tensor:
-        """Return messages (k, S) in bytes: the signs of `x` (k, W), and scales (k, T)."""
+        """Return messages of bytes, (k, S), with the signs of `x`, (k, W), and the scales, (k, T)."""
         return torch.cat([pack((x >= 0).int(), 1), scales.contiguous().view(torch.uint8)], 1)
 
     def decoded(self, messages: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, (k, W), of messages (k, S)."""
+        """Return the values, (k, W), of messages (k, S)."""
         width = self.at.shape[1]
         bits, scales = messages.split([-(-width // 8), 4 * len(self.widths)], 1)
         scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -77,12 +76,12 @@ class Chunks:
 
 
 def spread(scales: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return (..., sum of widths): each of the scales (..., T) as often as its width says."""
+    """Repeat each of the scales, (..., T), by its width: (..., sum of widths)."""
     return scales.repeat_interleave(torch.tensor(widths, device=scales.device), -1)
 
 
 def scales_of(row: Tensor, widths: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return |x|_2 / sqrt(count), (T,) fp32, for each part x of `row`; parts have `widths`, filled up with zeros."""
+    """Return |x|_2 / sqrt(count), (T,) fp32, for each part x of `row`, where parts have `widths` with zero padding."""
     parts = zip(row.split(list(widths)), counts, strict=True)
     return torch.stack([(part.square().sum() / count).sqrt() for part, count in parts]).float()
 
@@ -90,7 +89,7 @@ def scales_of(row: Tensor, widths: Sequence[int], counts: Sequence[int]) -> Tens
 class FrozenAdam(GradientModule):
     """Replace the gradients by m / (sqrt(v) + eps).
 
-    State: the errors of each node, as a worker and as a server, (rows, P) each; m and v, (P,).
+    State: each node's errors as a worker and as a server, (rows, P) each; m and v, (P,).
     """
 
     clip_first = True
@@ -135,7 +134,7 @@ class FrozenAdam(GradientModule):
         broadcast_buffers(fleet)
 
     def _mean(self, fleet: Fleet, b: int, x: Tensor) -> Tensor:
-        """Return (P,), the compressed mean of `x` (rows, P)."""
+        """Return the compressed mean of `x` (rows, P), (P,)."""
         if fleet.num_nodes == 1:
             return x[0]
         chunks, sizes = self.cuts[b], [slot.numel for slot in fleet.blocks[b].layout]
@@ -160,24 +159,26 @@ class FrozenAdam(GradientModule):
 
 
 class OneBitAdamStrategy(CommunicateOptimizeStrategy):
-    """1-bit Adam: Adam with averaged gradients at first, then one bit per entry of the momentum, and a frozen variance.
+    """1-bit Adam: Adam with averaged gradients at first, then one bit per entry of the momentum and a frozen variance.
+
+    Use it when Adam works well and the network is too slow for DDP after the first steps.
 
         t <= W:  g = mean_i g_i;   m <- beta1 m + (1 - beta1) g;   v <- beta2 v + (1 - beta2) g^2
         t >  W:  m <- the compressed mean of beta1 m + (1 - beta1) g_i
         theta <- theta - gamma (m / (sqrt(v) + eps) + lambda theta)
 
-    theta are the parameters and g_i is the gradient of node i. The first W steps are the warm-up. The module's text has
-    the compressed mean, which has error feedback at workers and at servers.
+    theta are the parameters and g_i is the gradient of node i. The first W steps are the warm-up.
+    `exogym.contrib.onebit_adam` describes the compressed mean, which has error feedback at workers and servers.
 
     Payload: P b bytes per node and step in the warm-up, then (1 + 1/N) P / 8 bytes, for P parameters of b bytes and N
     nodes.
 
     Args:
-        warmup: W as a share of all steps, over 0 and at most 1. DeepSpeed's guide takes 0.15 to 0.25.
+        warmup: W as a share of all steps, over 0 and at most 1 (0.15 to 0.25 in DeepSpeed's guide).
         beta1, beta2, eps: Adam's constants.
         weight_decay: lambda, the decoupled weight decay.
         lr, inner_lr: gamma, the learning rate (default 1e-3).
-        max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.
+        max_norm: largest 2-norm of a node's own gradient; longer gradients are clipped.
         lr_scheduler, warmup_steps: see `Strategy`. The learning rate's own warm-up should end before W.
 
     >>> strategy = OneBitAdamStrategy(lr=1e-3, warmup=0.2)

@@ -1,18 +1,18 @@
-"""Pier: DDP while the outer momentum warms up, then DiLoCo with a momentum and an outer rate that change.
+"""Pier: DDP while the outer momentum warms up, then DiLoCo with a changing momentum and outer rate.
 
-Fan and Zhang, Pier: Efficient Large Language Model pretraining with Relaxed Global Communication, arXiv:2511.17849. The
-details are from the authors' published training loop. theta are the outer parameters, theta_i node i's parameters, v is
-the outer momentum, and T is the run's number of steps. The first W steps are DDP. After every H steps:
+Fan and Zhang, Pier: Efficient Large Language Model pretraining with Relaxed Global Communication, arXiv:2511.17849,
+with details from the authors' published training loop. theta are the outer parameters, theta_i node i's parameters, v
+is the outer momentum, and T the run's number of steps. The first W steps are DDP. After every H steps:
 
     t <= W:  v <- mu v + (theta - theta_i),   theta <- theta_i         # all theta_i are equal; nodes send nothing
     t >  W:  Delta = (1/N) sum_i (theta - theta_i)                     # all-reduce of P elements
              v <- mu_t v + Delta,   theta <- theta - eta_t (Delta + mu_t v),   theta_i <- theta
 
-W is the end of the first round that ends at or after the share `warmup` of the run. The momentum decays:
-1 - mu_t is 0.1 (1 - mu) until 15 % of the run, 0.5 (1 - mu) until 20 %, and 1 - mu later. With mu = 0.9 these are the
-paper's 0.99, 0.95 and 0.9. The rate eta_t rises linearly from 0 to eta during 10 % of the run after W. eta_t falls to
-9/11 eta at 80 % of the run; the paper has 1.1 and 0.9. The published loop's newest revision replaces these steps of
-mu_t and eta_t by cosines, which ExoGym does not have.
+W is the end of the first round that ends at or after the share `warmup` of the run. The momentum decays: 1 - mu_t is
+0.1 (1 - mu) until 15 % of the run, 0.5 (1 - mu) until 20 %, and 1 - mu later, which for mu = 0.9 gives the paper's
+0.99, 0.95 and 0.9. The rate eta_t rises linearly from 0 to eta during 10 % of the run after W, and falls to 9/11 eta at
+80 % of the run (1.1 and 0.9 in the paper). The newest revision of the published loop replaces these steps of mu_t and
+eta_t by cosines, which ExoGym does not have.
 
 Payload: P b bytes per node and step up to W, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx =
 rx = 2 (N-1)/N P b. Without warm-up and decay, Pier is DiLoCo.
@@ -36,13 +36,13 @@ from exogym.strategy.traffic import Traffic
 
 
 class PierCommunicator(OuterModule):
-    """Follow DDP with the outer momentum up to step W, and take Pier's outer steps later, every H steps.
+    """Follow DDP with the outer momentum up to step W, and take Pier's outer steps every H steps after it.
 
     Args:
-        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         outer_lr, outer_momentum: eta and mu.
         warmup: the share of the run's steps that warm up, from 0 to 1.
-        decay: whether eta_t and mu_t change. If False they are eta and mu after the warm-up.
+        decay: whether eta_t and mu_t change. If False, they are eta and mu after the warm-up.
     """
 
     counters = ("t",)
@@ -61,7 +61,7 @@ class PierCommunicator(OuterModule):
         return warm + late
 
     def warm_steps(self, total_steps: int) -> int:
-        """Return W, the steps of warm-up in a run of `total_steps`: whole rounds."""
+        """Return W, the warm-up's steps in a run of `total_steps`, in whole rounds."""
         step = 0
         while self.warmup and step < self.warmup * total_steps:
             step = self.next_event(step)
@@ -108,7 +108,7 @@ class PierCommunicator(OuterModule):
 
 
 class WarmUp(GradientModule):
-    """Average the nodes' gradients up to the step that `outer` gives. Later each node uses its own gradient."""
+    """Average the nodes' gradients up to `outer`'s step W; later each node uses its own."""
 
     def __init__(self, outer: PierCommunicator):
         super().__init__()
@@ -129,19 +129,22 @@ class WarmUp(GradientModule):
 
 
 class PierStrategy(CommunicateOptimizeStrategy):
-    """Pier: DDP while the outer momentum warms up, then DiLoCo whose momentum and outer rate change.
+    """Pier: DDP while the outer momentum warms up, then DiLoCo with a changing momentum and outer rate.
+
+    Use it when DiLoCo's loss lags behind DDP's early in training and the network can carry DDP for a tenth of the run.
 
         t <= W:  as ddp; every H steps  v <- mu v + (theta - theta_i);   theta <- theta_i
         t >  W:  Delta = mean_i (theta - theta_i);   v <- mu_t v + Delta;   theta <- theta - eta_t (Delta + mu_t v)
 
     theta are the outer parameters, theta_i node i's parameters, v is the outer momentum, and W the steps of warm-up.
-    The module's text has eta_t and mu_t. The evaluation model is theta, and up to W the nodes' model.
+    `exogym.contrib.pier` gives eta_t and mu_t. Evaluation uses the nodes' model for the first W steps and theta
+    afterward.
 
     Payload: P b bytes per node and step up to W, then P b every H steps, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has AdamW. Up to W,
-            clipping acts on the averaged gradient; later on each node's own gradient.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper uses AdamW. Clipping
+            acts on the averaged gradient up to W, and on each node's own gradient later.
         H, outer_lr, outer_momentum, warmup, decay: see `PierCommunicator`.
 
     >>> strategy = PierStrategy(H=50, lr=4e-4, max_norm=1.0, warmup=0.1)

@@ -1,6 +1,6 @@
 """PULSELoCo: DiLoCo that sends only the entries that change the parameters' BF16 values, and keeps the rest.
 
-Miahi and Belilovsky, arXiv:2602.03839, second version. The details are from the first author's published trainer
+Miahi and Belilovsky, arXiv:2602.03839, second version, with details from the first author's published trainer
 (one-covenant/grail). theta are the outer parameters, theta_i node i's parameters, e_i is its error, and OuterOpt the
 outer optimizer. bf16 rounds to BF16, in which a mixed-precision forward pass reads the parameters. Every H inner steps:
 
@@ -10,14 +10,13 @@ outer optimizer. bf16 rounds to BF16, in which a mixed-precision forward pass re
     e_i   <- (1 - M_i) s_i
     theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
-An entry of theta notices a change of about 1/256 of its size. A small learning rate moves most entries less in a round,
-so e_i collects their changes until BF16 notices them. So the learning rate decides the bytes. If nodes send more than
-one of N entries of fp32, DiLoCo sends fewer bytes. Errors that are left after the last round are lost.
+BF16 resolves a change of about 1/256 of an entry's size. A small learning rate moves most entries less in a round, so
+e_i collects their changes until BF16 shows them. The learning rate therefore decides the bytes: if nodes send more than
+1/N of their fp32 entries, DiLoCo sends fewer bytes. Errors left after the last round are lost.
 
-Payload per round: nodes gather their numbers of entries, 8 bytes each. K is the largest of these numbers, at least 1.
-Then each node sends K (b + 4) bytes, for values of b bytes (4 or more) with 4-byte indices; all-gather, tx = rx = (N-1)
-payload. Parameters of several dtypes have a K for each dtype. `advise` cannot know K, and reckons with K / P =
-`VISIBLE`.
+Payload per round: nodes gather their numbers of entries, 8 bytes each, whose maximum (at least 1) is K. Then each node
+sends K (b + 4) bytes, for values of b bytes (4 or more) with 4-byte indices; all-gather, tx = rx = (N-1) payload.
+Parameters of several dtypes have a K for each dtype. `advise` cannot know K and assumes K / P = `VISIBLE`.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ VISIBLE = 0.03  # K / P of the formula: with 8 bytes per entry it makes a round 
 
 
 class VisibleEntries:
-    """Encodes one block's outer gradients: the visible entries of s_i and their indices. The other entries stay in e_i.
+    """Encodes one block's outer gradients: the visible entries of s_i, with their indices; the rest stays in e_i.
 
     Args:
-        fleet: its communicator gathers the nodes' numbers of entries.
+        fleet: the fleet, whose communicator gathers the nodes' numbers of entries.
         error: e_i, (rows, P), which `encode` changes.
         theta: the outer parameters, (1, P), which the outer optimizer changes in place.
         dtype: the precision in which a change must be visible.
@@ -59,7 +58,7 @@ class VisibleEntries:
         s = self.error.add_(x)
         M = self.theta.to(self.dtype) != (self.theta - s).to(self.dtype)
         K = max(1, int(self.fleet.comm.all_gather(M.sum(1, keepdim=True)).max()))
-        indices = torch.full((len(s), K), s.shape[1], dtype=torch.int32, device=s.device)  # P stands for no entry
+        indices = torch.full((len(s), K), s.shape[1], dtype=torch.int32, device=s.device)  # P means no entry
         values = s.new_zeros(len(s), K)
         for row, is_sent in enumerate(M):
             at = is_sent.nonzero()[:, 0]
@@ -76,11 +75,11 @@ class VisibleOuterStep(OuterModule):
     """Take PULSELoCo's outer step at the end of each round of H steps.
 
     Args:
-        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         rule: the outer optimizer and its schedules.
         cast: see `PULSELoCoStrategy`.
 
-    State: theta and the outer optimizer's state, one copy for all nodes; e_i of each node, (rows, P), in fp32 or wider.
+    State: theta and the outer optimizer's state, one copy for all nodes; each node's e_i, (rows, P), in fp32 or wider.
     """
 
     def __init__(self, H: RoundLength, rule: OuterRule, cast: str | None):
@@ -112,23 +111,24 @@ class PULSELoCoOptions(OuterRuleOptions, InnerOptions, total=False):
 class PULSELoCoStrategy(CommunicateOptimizeStrategy):
     """PULSELoCo: DiLoCo whose nodes send only the entries that change the parameters' BF16 values, with error feedback.
 
+    Use it to fine-tune in BF16 with a very small learning rate, such as reinforcement learning at 1e-6.
+
         s_i = e_i + theta - theta_i;   M_i = [bf16(theta) != bf16(theta - s_i)];   e_i <- (1 - M_i) s_i
         Delta = mean_i M_i s_i;   theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
-    theta are the outer parameters, theta_i the parameters of node i, and e_i is its error. bf16 rounds to BF16, and
-    OuterOpt is the outer optimizer. The evaluation model is theta.
+    theta are the outer parameters, which evaluation uses, theta_i node i's parameters, and e_i is its error. bf16
+    rounds to BF16, and OuterOpt is the outer optimizer.
 
-    Payload: v P (b + 4) + 8 bytes per node every H steps, for P parameters of b bytes. v is the share of entries that
-    the node with the most entries sends. v is near 0 if the learning rate is small against the parameters, and 1 if
-    it is large.
+    Payload: v P (b + 4) + 8 bytes per node every H steps, for P parameters of b bytes. v is the largest share of
+    entries that a node sends: near 0 if the learning rate is small relative to the parameters, and 1 if it is large.
 
     Args:
-        inner_optim: inner optimizer; the authors' is AdamW.
-        outer_optim: outer optimizer; 'sgd' is Nesterov's SGD with lr 0.7 and momentum 0.9, the authors' values.
-        H: inner steps between outer steps, or a pure function from the round's number (from 0) to its inner steps.
-        cast: the precision in which a change must be visible, "bf16" (the paper's) or "fp16". None means the
-            parameters' own precision; then every changed entry is sent, and the strategy is DiLoCo. So keep the
-            parameters in fp32, as `fit(precision="bf16")` does.
+        inner_optim: inner optimizer. The authors use AdamW.
+        outer_optim: outer optimizer. 'sgd' is Nesterov SGD with lr 0.7 and momentum 0.9, as the authors use.
+        H: inner steps between outer steps, as a number or a pure function of the round (from 0).
+        cast: the precision in which a change must be visible: "bf16" (as in the paper) or "fp16". Keep the parameters
+            in fp32, as `fit(precision="bf16")` does. None means the parameters' own precision: every changed entry is
+            sent, and the strategy is DiLoCo.
         outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see `OuterRule`.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 

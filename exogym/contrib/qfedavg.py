@@ -1,18 +1,18 @@
 """q-FedAvg: FedAvg that moves theta further for clients with large losses, so that clients' losses become more alike.
 
-Li, Sanjabi, Beirami, Smith, Fair Resource Allocation in Federated Learning, arXiv:1905.10497. The goal is the least
-sum_i F_i(theta)^(q+1) / (q+1), where F_i is client i's loss. L is a constant, 1/eta for the clients' learning rate
-eta. In a round with the clients S:
+Li, Sanjabi, Beirami, Smith, Fair Resource Allocation in Federated Learning, arXiv:1905.10497. It minimizes sum_i
+F_i(theta)^(q+1) / (q+1), where F_i is client i's loss. L is a constant, 1/eta for the clients' learning rate eta. In a
+round with the clients S:
 
     theta_i <- H local steps from theta                                     for i in S
     Delta_i = L (theta - theta_i)
     theta   <- theta - sum_i F_i^q Delta_i / sum_i h_i,   h_i = q F_i^(q-1) |Delta_i|^2 + L F_i^q
 
-F_i is taken at theta. The authors compute it over all of the client's examples. Here it is the loss of the client's
-first local step of the round, so no further pass over the data is needed; for full batches it is the same number. As
-in the authors' code, 1e-10 is added to F_i. Clients have equal weights, as in the paper.
+F_i is the loss at theta. The authors compute it over all of the client's examples; here it is the loss of the client's
+first local step of the round, which needs no further pass over the data and is the same for full batches. As in the
+authors' code, 1e-10 is added to F_i. Clients have equal weights, as in the paper.
 
-Payload P b + 8 bytes per client every H steps, for P parameters of b bytes.
+Payload: P b + 8 bytes per client every H steps, for P parameters of b bytes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ LEAST = 1e-10
 
 
 class FairShares(RoundModule, SeesLosses):
-    """Scale each client's change, so that the clients' mean is q-FedAvg's next theta.
+    """Scale each client's change so that the clients' mean is q-FedAvg's next theta.
 
-    In the list of modules, this module stands before the averaging.
+    This module precedes the averaging in the list of modules.
 
     Args:
-        near: a module that knows the theta that each client received.
+        near: the module that stores the theta that each client received.
         q: the exponent.
         L: the constant of the server's step.
 
@@ -85,7 +85,7 @@ class FairShares(RoundModule, SeesLosses):
             if F <= 0 and square:
                 raise TrainingError(
                     f"q-FedAvg needs a positive loss, but node {fleet.ranks[row]} had {F - LEAST:g} in this round: "
-                    "take a loss that is positive"
+                    "use a positive loss"
                 )
             if 0 < F < math.inf:  # otherwise no loss of the node was finite
                 share[row] = _power(F, self.q)
@@ -94,7 +94,7 @@ class FairShares(RoundModule, SeesLosses):
         if math.isinf(mean) or share.isinf().any() or (changed and not mean):
             raise TrainingError(
                 f"q-FedAvg divides by the sum of h_i, which is {mean:g} with q={self.q:g} and losses from "
-                f"{float(self.F.min()):g} to {float(self.F.max()):g}: give a smaller q, or a loss nearer to 1"
+                f"{float(self.F.min()):g} to {float(self.F.max()):g}: use a smaller q, or scale the loss nearer to 1"
             )
         for row in rows_of(fleet, members):
             for block, theta in zip(fleet.blocks, received, strict=True):
@@ -112,18 +112,20 @@ def _power(x: float, y: float) -> float:
 class QFedAvgStrategy(CommunicateOptimizeStrategy):
     """q-FedAvg: FedAvg whose server counts clients with a large loss more, for losses that are more alike.
 
+    Use it when no client's loss may be much larger than the others', even if the mean loss rises.
+
         theta <- theta - sum_i F_i^q L (theta - theta_i) / sum_i h_i,  h_i = q F_i^(q-1) |L (theta - theta_i)|^2 + L F_i^q
 
     theta are the server's parameters, theta_i client i's parameters and F_i its loss at theta. Payload: P b + 8 bytes
     per client every H steps, for P parameters of b bytes.
 
     Args:
-        q: how much large losses count. The paper has 0.001 to 15 with SGD. With AdamW a large q hardly learns in short
-            runs. With 0 the strategy is FedAvg with equal weights.
+        q: how much large losses count (0.001 to 15 with SGD in the paper). 0 is FedAvg with equal weights. With AdamW,
+            a large q hardly learns in short runs.
         L: the constant of the server's step. None means 1/lr for the clients' learning rate lr, as in the paper.
         H, client_fraction, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Clients have equal
             weights, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
 
     Raises:
         TrainingError: during training, if a client's loss is not positive, or if F_i^q overflows.

@@ -1,17 +1,17 @@
 """int8 all-reduce: data-parallel training in which nodes send gradients as codes of 8 bits.
 
 The codes are as in INTELLECT-1, arXiv:2412.01152, but symmetric. In each bucket, scale = max|x| / 127 and q = round(x /
-scale), with an error of at most scale / 2. A ring cannot add codes, so the mean has two stages. Q(x) is x, encoded and
-decoded. The gradient g_i of node i is cut into N shards, and node k averages shard k of all nodes:
+scale), with an error of at most scale / 2. Quantized values can't be summed in a ring, so averaging takes two stages.
+Q(x) is x, encoded and decoded. The gradient g_i of node i is divided into N shards, and node k averages all nodes'
+shards k:
 
     shard k of all nodes -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
 
-Each entry is rounded twice, whatever N is (a ring would round N times). All nodes end with the same bits.
+Each entry is rounded twice, for any N (a ring would round N times), and all nodes' results are bitwise identical.
 
-Payload for P parameters in codes of `bits` bits, with a scale for each `bucket` entries and w = ceil(P / N):
-S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, then S / N bytes in an all-gather;
-tx = rx = 2 (N-1)/N S.
+Payload for P parameters in codes of `bits` bits, with a scale per `bucket` entries and w = ceil(P / N): S = N (ceil(w
+bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N S.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ def through_shards(
     decode: Callable[[Tensor], Tensor],
     serve: Callable[[int, int, Tensor], Tensor],
 ) -> Tensor:
-    """Let each of n nodes average its shard of all nodes' rows, and send the result to all.
+    """Let each of n nodes average its shard of all nodes' rows and send the result to all.
 
-    The payload is n S bytes in an all-to-all, and S bytes in an all-gather. A node sends tx = 2 (n-1) S bytes and
-    receives rx = tx.
+    The payload is n S bytes in an all-to-all and S bytes in an all-gather; tx = rx = 2 (n-1) S.
 
     Args:
-        messages: (rows, n, S) bytes. A node's message k goes to node k.
-        decode: function of n messages for one shard, (n, S), that returns their numbers, (n, w).
-        serve: function (row, k, mean) that returns a message, (S,), for the mean (w,) of shard k, which node k in `row`
-            serves.
+        messages: (rows, n, S) bytes; a node's message k goes to node k.
+        decode: function of the n messages for a shard, (n, S), that returns their values, (n, w).
+        serve: function (row, k, mean) that returns the message, (S,), for the mean, (w,), of shard k, which node k in
+            `row` serves.
 
     Returns:
         (n, S): the messages of all shards.
@@ -83,7 +82,7 @@ class QuantizedAverage(GradientModule):
         broadcast_buffers(fleet)
 
     def _mean(self, fleet: Fleet, x: Tensor) -> Tensor:
-        """Return (1, P), the mean of `x` (rows, P), of which nodes send quantized numbers only."""
+        """Return the mean of `x` (rows, P), (1, P), for which nodes send only quantized values."""
         n, count = fleet.num_nodes, x.shape[1]
         width, wide = -(-count // n), torch.promote_types(x.dtype, torch.float32)
         shards = Quantized(self.code, buckets(width, self.bucket))
@@ -102,17 +101,17 @@ class QuantizedAverage(GradientModule):
 class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     """Quantized all-reduce: nodes average gradients that travel in 8-bit codes.
 
+    Use it to cut DDP's bytes to about a quarter for any number of nodes.
+
         g = Q(mean_i Q(g_i)), each Q with an error of at most half its scale;   theta <- Opt(theta, clip(g))
 
-    g_i is the gradient of node i, and Q rounds it to codes of `bits` bits. Opt is the inner optimizer.
-
-    Payload: (1 + 1/N) (P bits / 8 + 4 P / bucket) bytes per node and step for P parameters and N nodes; at 8 bits about
-    a quarter of DDP's bytes.
+    g_i is the gradient of node i, and Q rounds it to codes of `bits` bits. Opt is the inner optimizer. Payload: (1 +
+    1/N) (P bits / 8 + 4 P / bucket) bytes per node and step, for P parameters and N nodes.
 
     Args:
         bits: bits per entry, 2 to 8, or 16.
         bucket: number of entries that share a scale.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the mean.
 
     >>> strategy = QuantizedReduceStrategy(inner_optim="adamw", bits=8, lr=1e-3)
     """

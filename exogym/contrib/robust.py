@@ -1,16 +1,15 @@
-"""Robust averages: a wrapper of one strategy whose averages a few bad nodes can change only little.
+"""Robust averages: a wrapper that limits how much a few bad nodes can change a strategy's averages.
 
     Robust(FedAvgStrategy(H=5), "median")
 
-The rules and their bytes are described in `exogym.contrib.rules`. The rule "norm_cap" (Sun, Kairouz, Suresh,
-McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963) scales down each node's update u to a cap M, and
-then takes the mean:
+`exogym.contrib.rules` describes the rules and their bytes. The rule "norm_cap" (Sun, Kairouz, Suresh, McMahan, Can You
+Really Backdoor Federated Learning?, arXiv:1911.07963) scales each node's update u down to a cap M before the mean:
 
     u <- u min(1, M / |u|)
 
-M may be the median of the norms (the lower of two middle values; nodes without an update do not count). Then nodes
-share their norms: an all-gather of 8 bytes. A fixed M costs no bytes. The update of a node is its gradient if nodes
-average gradients, otherwise its parameters minus their values after its last synchronization.
+M is a fixed number, which costs no bytes, or the median of the norms (the lower of two middle values, ignoring nodes
+without an update), for which nodes share their norms in an all-gather of 8 bytes. A node's update is its gradient if
+nodes average gradients, and otherwise its parameters minus their values after its last synchronization.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True)
 class NormCap:
-    """Scale down updates whose 2-norm is over a cap, then take the mean.
+    """Scale updates whose 2-norm exceeds a cap down to it, then average.
 
     Args:
-        norm: the cap. If None, the cap is the median of the norms of all sent updates (for an even number, the lower
-            middle value). To find the median, nodes exchange their norms by an all-gather with a payload of 8 bytes.
+        norm: the cap. None means the median norm of all sent updates (for an even number, the lower middle value), for
+            which nodes exchange their norms in an all-gather with a payload of 8 bytes.
 
     Raises:
         ArgumentError: `norm` is not a number over 0.
@@ -57,15 +56,15 @@ class NormCap:
 
 
 def Robust(strategy: CommunicateOptimizeStrategy, rule: str | Rule | NormCap) -> CommunicateOptimizeStrategy:
-    """Return the strategy, with a robust rule in place of its means.
+    """Return the strategy with a robust rule instead of its means.
 
     Args:
         strategy: a strategy of modules.
-        rule: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with your
-            arguments.
+        rule: "median", "trimmed_mean", "krum" or "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with
+            your arguments.
 
     Raises:
-        ArgumentError: the rule is unknown, or the strategy's averages cannot follow it.
+        ArgumentError: the rule is unknown, or the strategy's averages cannot use it.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> Robust(DiLoCoStrategy(H=5), "median").averaging
@@ -78,7 +77,7 @@ def modular(strategy: Any) -> CommunicateOptimizeStrategy:
     """Return a strategy that a wrapper of this package can change.
 
     Raises:
-        ArgumentError: the strategy is not made of modules, or is a method of this package.
+        ArgumentError: the strategy has no modules, or is a method of this package.
     """
     if getattr(strategy, "driven_by", None) != "rounds":
         raise ArgumentError(
@@ -87,17 +86,17 @@ def modular(strategy: Any) -> CommunicateOptimizeStrategy:
         )
     if strategy.tried is not None:
         raise ArgumentError(
-            f"{type(strategy).__name__} with a wrapper of exogym.contrib: not tried together; wrap a strategy of the "
+            f"{type(strategy).__name__} was not tested with a wrapper of exogym.contrib: wrap a strategy of the "
             "core (docs/promises.md)"
         )
     return strategy
 
 
 def wrapped(strategy: Any, kind: type[Averaging], **options: Any) -> CommunicateOptimizeStrategy:
-    """Return a copy of the strategy that takes its averages by `kind`, with `options` beside its own.
+    """Return a copy of the strategy that averages by `kind`, with `options` in addition to its own.
 
     Raises:
-        ArgumentError: the strategy is not made of modules, or another wrapper has changed its averages already.
+        ArgumentError: the strategy has no modules, or another wrapper has already changed its averages.
     """
     averaging = modular(strategy).averaging
     if type(averaging) is not Averaging:
@@ -135,7 +134,7 @@ class RobustAveraging(Averaging):
 
     @property
     def cap(self) -> NormCap | None:
-        """The cap on the norms of updates, or None if updates have no cap."""
+        """The cap on the norms of updates, or None."""
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     @property
@@ -178,10 +177,10 @@ class RobustAveraging(Averaging):
         return super().updates(faults, on_parameters) if self.cap is None else Capped(self.cap, faults, on_parameters)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Make the communicator `comm` average by the rule.
+        """Apply the rule to the communicator `comm`.
 
         Raises:
-            ArgumentError: means have weights, but the rule cannot use weights.
+            ArgumentError: means have weights, which the rule cannot use.
         """
         super().bind(comm, weighs, seed)
         comm.rule = self.rule
@@ -193,7 +192,7 @@ class Capped(Updates):
     """Caps the norms of nodes' updates, after the attacks of bad nodes.
 
     Args:
-        cap: the cap of the updates' norms.
+        cap: the cap on the updates' norms.
         faults, on_parameters: see `Updates`.
     """
 

@@ -1,4 +1,4 @@
-"""Robust means: rules that replace a mean over nodes if some nodes may send arbitrary values.
+"""Robust means: rules that replace a mean over nodes when some nodes may send arbitrary values.
 
 Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust Distributed Learning, arXiv:1803.01498 (median, trimmed mean);
 Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum). n members have
@@ -11,15 +11,15 @@ the vectors x_1, ..., x_n, and f members may be bad:
     multi-Krum    the mean of the m vectors with the least s
 
 All members have equal weight, because a bad member could claim any weight. The option `share` is the share of members
-that may be bad. f is floor(share n), but at least 1, and at most floor((n-1)/2), for Krum floor((n-3)/2). So f is 0 if
-n < 3, and for Krum if n < 5. If n < 3, every rule is the mean, because two nodes cannot find out which of them is bad.
-Strategies refuse a rule whose f is 0 even if all members are present (`Rule.least`). If some members are absent, n is
-the number of present members.
+that may be bad: f is floor(share n), but at least 1 and at most floor((n-1)/2), for Krum floor((n-3)/2), so f is 0 if n
+< 3, and for Krum if n < 5. If n < 3, every rule is the mean, because two nodes cannot find out which of them is bad.
+Strategies refuse a rule whose f is 0 even if all members are present (`Rule.least`). If some members are absent, n
+counts the present ones.
 
-Bytes for a payload S: the median and the trimmed mean work slice by slice. Each member receives its slice of all
-vectors, (n-1)/n S, and then all members gather the results. So each member sends and receives 2(n-1)/n S, as in a ring
-all-reduce; this algorithm is called "exact". Krum compares whole vectors, so every member receives all vectors in an
-all-gather: each member sends and receives (n-1) S. With a server, each member sends and receives S.
+Bytes for a payload S: for the median and the trimmed mean, each member receives its slice of all vectors, (n-1)/n S,
+and then all members gather the results, so that each sends and receives 2(n-1)/n S as in a ring all-reduce (the
+algorithm "exact"). Krum compares whole vectors, so every member receives all of them in an all-gather: each sends and
+receives (n-1) S. With a server, each member sends and receives S.
 
 >>> from exogym.communicator import Wire
 >>> rule: Rule = rule_of("median")
@@ -45,17 +45,17 @@ from exogym.errors import ArgumentError, check_choice, check_count
 
 __all__ = ["RULES", "Krum", "Median", "Rule", "TrimmedMean", "rule_of"]
 
-__getattr__ = functools.partial(absent, __name__)  # names that were here
+__getattr__ = functools.partial(absent, __name__)  # names that used to be here
 
 CHUNK = 1 << 20  # elements whose distances are summed at once
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that replaces a mean over nodes. A rule that treats each column alone overrides `trimmed`.
+    """A rule that replaces a mean over nodes. Rules that treat each column separately override `trimmed`.
 
     Attributes:
-        collective: kind and algorithm of the collective that computes the rule, if no server does.
+        collective: kind and algorithm of the collective that computes the rule if no server does.
         least: the smallest number of members with which the rule tolerates a bad member.
     """
 
@@ -63,13 +63,13 @@ class Rule:
     least = 3
 
     def trimmed(self, n: int) -> int:
-        """Return how many of n values the rule leaves out at each end: the smallest values and the largest values."""
+        """Return how many of n values the rule drops at each end, the smallest and the largest."""
         raise NotImplementedError
 
     def of(self, wire: Wire, x: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process.
 
-        `columns` connects the node's processes, which hold the other columns of `x`.
+        `columns` connects to the node's other processes, which hold the other columns of `x`.
         """
         return wire.reduce(x, ids, f"trimmed {self.trimmed(len(ids))}")
 
@@ -112,12 +112,12 @@ class TrimmedMean(Rule):
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """Krum's rule: the vector that is closest to its nearest neighbors, or the mean of the `keep` closest vectors.
+    """Krum's rule: the vector closest to its nearest neighbors, or the mean of the `keep` closest vectors.
 
     Args:
         share: share of the members that may be bad, over 0 and under one half.
-        keep: number of vectors in the mean. 1 is Krum; a larger number is multi-Krum (the paper's m). The rule never
-            takes more vectors than there are good members.
+        keep: number of vectors in the mean, at most the number of good members. 1 is Krum; more is multi-Krum (the
+            paper's m).
 
     >>> Krum().of_rows(torch.tensor([[1.0], [1.5], [1.75], [99.0]]), range(4))
     tensor([1.5000])
@@ -140,7 +140,9 @@ class Krum(Rule):
         if n < 3:
             return reduce_rows(members, ids, "mean")
         f = bad_among(n, self.share, (n - 3) // 2)
-        scores = distances(members, columns).sort(1).values[:, 1 : max(n - f - 1, 2)].sum(1)  # the closest is itself
+        scores = (
+            distances(members, columns).sort(1).values[:, 1 : max(n - f - 1, 2)].sum(1)
+        )  # the closest is the vector itself
         chosen = scores.sort(stable=True).indices[: min(self.keep, n - f)].sort().values
         return tree_sum(members[chosen], range(len(chosen)), None, len(chosen))
 
@@ -165,7 +167,7 @@ def check_share(share: float) -> None:
 
 
 def rule_of(given: str | Rule) -> Rule:
-    """Return the rule that has a given name. If the argument is a `Rule`, return it unchanged.
+    """Return the rule with the given name, or the given `Rule` itself.
 
     Raises:
         ArgumentError: the name is unknown.
@@ -179,10 +181,9 @@ def rule_of(given: str | Rule) -> Rule:
 def distances(members: Tensor, columns: Columns = ALONE) -> Tensor:
     """Return the (n, n) squared distances between the rows of `members` (n, F), in float64.
 
-    A distance is infinite if one of its two rows has a value that is not finite.
-
-    The distances include the columns of all processes of `columns`. Each pair's difference is computed alone, so the
-    bits do not depend on which process holds which row.
+    A distance is infinite if one of its rows has a value that is not finite. The distances include the columns of all
+    processes of `columns`. Each pair's difference is computed separately, so results do not depend on which process
+    holds which row.
     """
     n, width = members.shape
     out = torch.zeros(n, n, dtype=torch.float64)

@@ -3,8 +3,8 @@
     Secure(FedAvgStrategy(H=5))
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
-parties). n members start the protocol. A member comes through if it finishes the protocol. t = floor(n/2) + 1 shares
-recover a secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
+parties). n members start the protocol; a member comes through if it finishes it. t = floor(n/2) + 1 shares recover a
+secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
 
     keys      u sends two public keys: g^s_u for its secret key s_u, and an encryption key
     shares    u sends every other v an encrypted Shamir share of s_u, and of a random seed b_u
@@ -12,17 +12,17 @@ recover a secret. u and v are members, PRG is a pseudo-random generator, and g g
     unmask    each member that came through sends, for each other v, a share of b_v if v came through, otherwise of s_v
     server    sum_{u came through} (y_u - PRG(b_u)) - (these u's masks with v, for each v that dropped out)
 
-x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f) in the integers modulo 2^bits. So masks
-cancel exactly, and the result is the mean of the rounded values for any keys. The rounding error is at most 2^-(f+1)
+x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f) in the integers modulo 2^bits. Masks
+cancel exactly, so the result is the mean of the rounded values for any keys, with a rounding error of at most 2^-(f+1)
 per member.
 
-ExoGym draws the secrets from the run's seed, and uses a group that is too small to be secure. This shows the messages
-and that the masks cancel, but it hides nothing from this process.
+ExoGym draws the secrets from the run's seed and uses a group that is too small to be secure. It shows the messages and
+that the masks cancel, but hides nothing from this process.
 
-Bytes of a member, for F elements of S bytes in all. A member sends 2 keys of 32 bytes each, n-1 encrypted pairs of
-shares of 80 bytes each (2 shares of 32 bytes, and 16 bytes for the encryption), F bits/8 bytes for y_u, and n-1 shares
-of 32 bytes each. A member receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each,
-and the mean (S bytes). Lists of present members do not count. A member that drops out counts no bytes.
+Bytes of a member, for F elements of S bytes in all: it sends 2 keys of 32 bytes each, n-1 encrypted pairs of shares of
+80 bytes each (2 shares of 32 bytes, and 16 bytes for the encryption), F bits/8 bytes for y_u, and n-1 shares of 32
+bytes each. It receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each, and the mean
+(S bytes). Neither lists of present members nor members that drop out count.
 
 >>> from exogym.communicator import Communicator
 >>> comm = Communicator(range(4), 4)
@@ -53,7 +53,7 @@ from exogym.strategy.traffic import Traffic
 
 __all__ = ["SecureAggregation"]
 
-PRIME, BASE = 2**127 - 1, 3  # of the toy group and of the field of shares
+PRIME, BASE = 2**127 - 1, 3  # of the toy group and the field of shares
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES = 32, 32, 16
 FRACTION_BITS = {32: 16, 64: 40}
 DTYPES = {32: torch.int32, 64: torch.int64}
@@ -61,12 +61,12 @@ DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """Secure aggregation of means. The options set how integers represent values.
+    """Secure aggregation of means, with options for how integers represent values.
 
     Args:
         bits: bits of each element that a member sends: 32 or 64.
-        fraction_bits: f, how many of these bits are for fractions. None means 16 of 32 bits, or 40 of 64 bits. With n
-            members, values must stay under 2^(bits - 1 - f) / n.
+        fraction_bits: f, the bits for fractions. None means 16 of 32 bits, or 40 of 64 bits. Values of n members must
+            stay under 2^(bits - 1 - f) / n.
         seed: seed of the keys.
 
     Raises:
@@ -93,7 +93,7 @@ class SecureAggregation:
         return 2.0 ** (FRACTION_BITS[self.bits] if self.fraction_bits is None else self.fraction_bits)
 
     def sent(self, elements: float, size: float, n: int) -> list[tuple[str, float]]:
-        """Return the messages of one of n members, in order: ("push", bytes that it sends) or ("pull", bytes received).
+        """Return the messages of one of n members in order: ("push", bytes sent) or ("pull", bytes received).
 
         The member's values are `elements` numbers of `size` bytes in all.
         """
@@ -111,7 +111,7 @@ class SecureAggregation:
             came: ids of the members that finished the protocol.
             members: ids of the members that started the protocol.
             share: (len(came),) weights of the rows. None means equal weights.
-            call: number of this aggregation. Each aggregation draws new keys.
+            call: number of this aggregation, which draws its own keys.
 
         Raises:
             ArgumentError: a value does not fit into the integers.
@@ -121,7 +121,7 @@ class SecureAggregation:
         if len(came) < n // 2 + 1:
             raise TrainingError(
                 f"secure aggregation: {len(came)} of {n} nodes came through, but {n // 2 + 1} are needed to unmask "
-                "their sum: have fewer drop out, or leave secure_aggregation out"
+                "their sum: let fewer nodes drop out, or leave secure_aggregation out"
             )
         weights = torch.ones(len(came), dtype=torch.float64) if share is None else (share / share.max()).cpu()
         self._check_range(wire, x, came, n)
@@ -141,7 +141,7 @@ class SecureAggregation:
         if not largest < most:
             raise ArgumentError(
                 f"secure aggregation: a value of {largest:.3g} does not fit. A sum of {n} values in {self.bits} bits "
-                f"needs values under {most:.3g}: take more bits, as SecureAggregation(bits=64), or fewer fraction_bits"
+                f"needs values under {most:.3g}: use more bits, as SecureAggregation(bits=64), or fewer fraction_bits"
             )
 
     def _masks(self, seeds: Seeds, u: int, width: int) -> Tensor:
@@ -154,7 +154,7 @@ class SecureAggregation:
         return masks
 
     def _unmasking(self, seeds: Seeds, came: Sequence[int], width: int) -> Tensor:
-        """Return the (F,) sum of the masks left in the sum of the members `came`, from their shares alone."""
+        """Return the (F,) masks left in the sum of the members `came`, computed only from their shares."""
         left = torch.zeros(width, dtype=DTYPES[self.bits])
         for u in came:
             left += self._drawn(recovered(seeds.shares_of_own(u), came, seeds.members), width)
@@ -175,7 +175,7 @@ class SecureAggregation:
 class Seeds:
     """The secrets of the members of one aggregation.
 
-    Each method uses only values that the member `u` knows in the protocol.
+    Each method uses only values that member `u` knows in the protocol.
     """
 
     def __init__(self, seed: int, call: int, members: Sequence[int]):
@@ -198,7 +198,7 @@ class Seeds:
         return self._shares("secret", u, self._secret[u])
 
     def _shares(self, what: str, u: int, value: int) -> list[int]:
-        """Return Shamir's shares: a polynomial of degree t - 1 with `value` at 0, at 1, 2, ..., n."""
+        """Return Shamir's shares: the values at 1, 2, ..., n of a polynomial of degree t - 1 with `value` at 0."""
         coefficients = [value, *(self._number(f"{what} share", u, k) for k in range(1, self.threshold))]
         return [
             sum(c * pow(at, k, PRIME) for k, c in enumerate(coefficients)) % PRIME
@@ -212,10 +212,10 @@ class Seeds:
 
 
 def recovered(shares: Sequence[int], came: Sequence[int], members: Sequence[int]) -> int:
-    """Return the secret that belongs to `shares`, by the shares of the first t members in `came`.
+    """Return the secret of `shares`, from the shares of the first t members in `came`.
 
-    `shares` has a share for each of `members`. The members in `came` finished the protocol. t is floor(n/2) + 1 for n
-    members. The secret is the value at 0 of the Lagrange polynomial through the t shares.
+    `shares` has one share per member in `members`, and the members in `came` finished the protocol. The secret is the
+    value at 0 of the Lagrange polynomial through t = floor(n/2) + 1 shares of n members.
     """
     order = list(members)
     points = [order.index(u) + 1 for u in came][: len(order) // 2 + 1]
@@ -231,14 +231,14 @@ def recovered(shares: Sequence[int], came: Sequence[int], members: Sequence[int]
 def Secure(
     strategy: CommunicateOptimizeStrategy, settings: SecureAggregation | None = None
 ) -> CommunicateOptimizeStrategy:
-    """Return the strategy, with means that a server computes without seeing any node's values.
+    """Return the strategy with means that a server computes without seeing any node's values.
 
     Args:
         strategy: a strategy of modules.
         settings: how integers represent values; None means `SecureAggregation()`.
 
     Raises:
-        ArgumentError: `settings` is something else, or the strategy does not send sums only.
+        ArgumentError: `settings` is something else, or the strategy sends more than sums.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> Secure(DiLoCoStrategy(H=5)).averaging

@@ -1,17 +1,17 @@
 """SlowMo: local steps, an average, and a slow momentum over the averages.
 
-Wang et al., SlowMo: improving communication-efficient distributed SGD with slow momentum, arXiv:1910.00643. Node i has
-the parameters theta_i; theta are the outer parameters and u is the slow momentum. After every H inner steps, where
-gamma is the inner learning rate of the last of these steps:
+Wang et al., SlowMo: improving communication-efficient distributed SGD with slow momentum, arXiv:1910.00643. theta are
+the outer parameters, theta_i node i's parameters, and u is the slow momentum. After every H inner steps, with the inner
+learning rate gamma of the last of these steps:
 
     xbar    = (1/N) sum_i theta_i                   # all-reduce of P elements
     u       <- beta u + (theta - xbar) / gamma
     theta   <- theta - alpha gamma u,   theta_i <- theta
 
 Payload: P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Inner
-optimizers keep their states (the paper's "maintain"). With beta = 0 and alpha = 1 SlowMo is local SGD. With a constant
-gamma SlowMo is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the momentum
-mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient.
+optimizers keep their states (the paper's "maintain"). With beta = 0 and alpha = 1, SlowMo is local SGD. With a constant
+gamma, it is DiLoCo with heavy-ball SGD as the outer optimizer, with the rate eta = alpha and the momentum mu = beta;
+with a changing gamma it is not, because u has the unit of a gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SlowMomentum(Optimizer):
             if not gamma > 0:
                 raise StrategyError(
                     f"SlowMo divides by the inner learning rate, which is {gamma} at the end of this round: "
-                    "take a schedule that stays above 0"
+                    "use a schedule that stays above 0"
                 )
             for p in group["params"]:
                 state = self.state[p]
@@ -69,8 +69,8 @@ class SlowMoCommunicator(OuterModule):
     """Take SlowMo's outer step at the end of each round of H steps.
 
     Args:
-        inner: the strategy's inner optimizer. The outer step uses its learning rate.
-        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        inner: the strategy's inner optimizer, whose learning rate the outer step uses.
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         slow_lr, slow_momentum: alpha and beta, the learning rate and the momentum of the outer step.
     """
 
@@ -99,18 +99,18 @@ class SlowMoCommunicator(OuterModule):
 class SlowMoStrategy(CommunicateOptimizeStrategy):
     """SlowMo: local steps with any inner optimizer, then a step of slow momentum along the nodes' mean change.
 
+    Use it like DiLoCo, when the outer step should follow the inner learning rate.
+
         u <- beta u + (theta - mean_i theta_i) / gamma;   theta <- theta - alpha gamma u;   theta_i <- theta
 
-    theta are the outer parameters, theta_i the parameters of node i, u is the slow momentum and gamma the inner
-    learning rate.
-
-    Payload: P b bytes per node every H steps, for P parameters of b bytes. The evaluation model is theta.
+    theta are the outer parameters, which evaluation uses, theta_i node i's parameters, u is the slow momentum and gamma
+    the inner learning rate. Payload: P b bytes per node every H steps, for P parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. gamma is the optimizer's own
-            rate, not a parameter group's rate.
-        H, slow_lr, slow_momentum: see `SlowMoCommunicator`. slow_lr is alpha, the paper's is 1; slow_momentum
-            is beta, the paper's are 0.4 to 0.8.
+            rate, not a parameter group's.
+        H, slow_lr, slow_momentum: see `SlowMoCommunicator`. slow_lr is alpha (1 in the paper), and slow_momentum is
+            beta (0.4 to 0.8 in the paper).
 
     >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
     """

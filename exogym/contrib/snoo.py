@@ -1,4 +1,4 @@
-"""SNOO: DDP whose parameters take a step of Nesterov momentum along their own change, every H steps.
+"""SNOO: DDP whose parameters take a step of Nesterov momentum along their own change every H steps.
 
 Kallusky et al., SNOO: Step-K Nesterov Outer Optimizer, arXiv:2510.15830. w are the slow weights and theta the fast
 weights, which are the nodes' parameters; all nodes are equal. b is the outer momentum, eta the outer learning rate and
@@ -8,10 +8,10 @@ mu the momentum's decay. Each step is a step of DDP. After every H steps (the pa
     b <- mu b + s
     w <- w - eta (mu b + s),   theta <- w
 
-Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP; the outer step sends nothing. ring
-all-reduce, tx = rx = 2 (N-1)/N P b. SNOO on one node is DiLoCo on one node. With mu = 0 SNOO is Lookahead. The
-evaluation model has the fast weights, which are the slow weights right after an outer step. Steps after the last whole
-round take no outer step.
+Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP (the outer step sends nothing); ring
+all-reduce, tx = rx = 2 (N-1)/N P b. On one node, SNOO is DiLoCo. With mu = 0, SNOO is Lookahead. Evaluation uses the
+fast weights, which equal the slow weights right after an outer step. Steps after the last whole round take no outer
+step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from exogym.strategy.traffic import Traffic
 
 
 class OuterStepOfEqualNodes(OuterModule):
-    """Let every node take the same outer step after every step divisible by H. All nodes' parameters must be equal.
+    """Let all nodes, whose parameters must be equal, take the same outer step after every step divisible by H.
 
     Args:
-        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         rule: the outer optimizer and its schedules.
     """
 
@@ -58,7 +58,7 @@ class OuterStepOfEqualNodes(OuterModule):
         """Do nothing: the nodes are equal."""
 
     def consensus(self, fleet: Fleet) -> None:  # type: ignore[override]
-        """Return None: the evaluation model has the fast weights."""
+        """Return None: evaluation uses the fast weights."""
 
 
 class SNOOOptions(OuterRuleOptions, InnerOptions, total=False):
@@ -68,6 +68,8 @@ class SNOOOptions(OuterRuleOptions, InnerOptions, total=False):
 class SNOOStrategy(CommunicateOptimizeStrategy):
     """SNOO: DDP, and every H steps a step of Nesterov momentum along the change of the parameters.
 
+    Use it when the network carries DDP and the inner optimizer alone learns too slowly, even on one node.
+
         g = mean_i g_i;   theta <- Opt(theta, clip(g));   every H steps
         s <- w - theta;   b <- mu b + s;   w <- w - eta (mu b + s);   theta <- w
 
@@ -75,10 +77,9 @@ class SNOOStrategy(CommunicateOptimizeStrategy):
     bytes per node and step, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has AdamW and Muon.
-        outer_optim: the outer optimizer; 'sgd' is Nesterov's SGD with the rate 0.7 and the momentum 0.9, DiLoCo's
-            values.
-        H: steps from one outer step to the next, as a number or a pure function of the round (from 0).
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper uses AdamW and Muon.
+        outer_optim: the outer optimizer. 'sgd' is Nesterov SGD with rate 0.7 and momentum 0.9, as in DiLoCo.
+        H: steps between two outer steps, as a number or a pure function of the round (from 0).
         outer_lr: eta, the outer learning rate.
         outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see `OuterRule`.
 

@@ -1,6 +1,6 @@
-"""Data: the examples of each node, the examples at each step, and small real data sets.
+"""Data: the examples of each node and step, and small real data sets.
 
-This code defines its own data set, which reads many examples at a time, and its own partitioner:
+This example defines a data set that reads many examples at a time, and a partitioner:
 
 >>> import numpy as np
 >>> import torch

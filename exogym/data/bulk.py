@@ -18,7 +18,7 @@ Take = Callable[[Tensor], Any]
 
 
 class BulkDataset(Dataset, ABC):
-    """A data set that returns whole batches. Implement `__len__` and `take`; then `dataset[i]` works, too."""
+    """A data set that returns whole batches. Implement `__len__` and `take`; `dataset[i]` then works, too."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -27,8 +27,8 @@ class BulkDataset(Dataset, ABC):
     def take(self, indices: Tensor) -> Any:
         """Return the batch of the examples `indices`, (k,) int64.
 
-        The batch is a tensor (k, ...), or a tuple, list or dict of such tensors. The batch must not be random. Example
-        j of the batch must depend on `indices[j]` alone.
+        The batch is a tensor (k, ...), or a tuple, list or dict of such tensors. It must not be random: example j of
+        the batch must depend only on `indices[j]`.
         """
 
     def __getitem__(self, index: int) -> Any:
@@ -40,13 +40,13 @@ class BulkDataset(Dataset, ABC):
 class TokenWindows(BulkDataset):
     """Windows of a token stream for language models: example i is (x, y), where y is x shifted by one token.
 
-    x = tokens[i*stride : i*stride + block_size], y = tokens[i*stride + 1 : i*stride + block_size + 1].
-    The windows are a strided view of `tokens`; only a batch is copied.
+    x = tokens[i*stride : i*stride + block_size], y = tokens[i*stride + 1 : i*stride + block_size + 1]. The windows are
+    a strided view of `tokens`, so only batches are copied.
 
     Args:
         tokens: (T,) whole numbers, kept in their dtype (uint8 or int16 save memory) and returned as int64.
         block_size: number of tokens in x.
-        stride: tokens from one window's start to the next window's start. Default: `block_size`, so that no x overlap.
+        stride: tokens between the starts of two windows. Default: `block_size`, so that windows' x don't overlap.
 
     Raises:
         DataError: `tokens` is not one-dimensional, or shorter than one window.
@@ -62,7 +62,7 @@ class TokenWindows(BulkDataset):
         check_count("stride", stride)
         tokens = torch.as_tensor(tokens)
         if tokens.ndim != 1 or tokens.is_floating_point():
-            raise DataError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}; wanted whole numbers of shape (T,)")
+            raise DataError(f"tokens are {tokens.dtype} {tuple(tokens.shape)}: expected integers of shape (T,)")
         if len(tokens) <= block_size:
             raise DataError(f"{len(tokens)} tokens are too few for one window of block_size={block_size} + 1")
         self.tokens, self.block_size, self.stride = tokens, block_size, stride
@@ -80,7 +80,7 @@ class TokenWindows(BulkDataset):
 
 
 def shifted(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return blocks without their last token, and without their first: (k, T) each, from (k, T + 1).
+    """Return blocks (k, T + 1) without their last token and without their first, (k, T) each.
 
     Both are contiguous, like a DataLoader's batch, because models call `view` on them.
     """
@@ -88,10 +88,10 @@ def shifted(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bulk_take(dataset: Any) -> Take | None:
-    """Return the function that reads a batch of `dataset` in one operation, or None if there is no such function.
+    """Return a function that reads a batch of `dataset` in one operation, or None if there is none.
 
-    A `TensorDataset`, a `BulkDataset` and a `Subset` of such a data set have the function. Subclasses of
-    `TensorDataset` and `Subset` lack it, because they may change `__getitem__`. The batch equals a DataLoader's batch.
+    There is one for a `TensorDataset`, a `BulkDataset` and a `Subset` of these, but not for subclasses of
+    `TensorDataset` and `Subset`, which may change `__getitem__`. Its batch equals a DataLoader's.
     """
     if isinstance(dataset, BulkDataset):
         return dataset.take
@@ -106,7 +106,7 @@ def bulk_take(dataset: Any) -> Take | None:
 
 
 def split_batch(batch: Any, size: int) -> Sequence[Any]:
-    """Cut a batch along its first axis into views of `size` examples. The last view may have fewer."""
+    """Split a batch along its first axis into views of `size` examples; the last may have fewer."""
     if isinstance(batch, Tensor):
         return batch.split(size)
     if type(batch) is list:
@@ -117,8 +117,8 @@ def split_batch(batch: Any, size: int) -> Sequence[Any]:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return how many bytes a batch's tensors have in all. Raise DataError for a batch that holds other things."""
+    """Return the bytes of a batch's tensors. Raise DataError if the batch contains anything else."""
     if other := beside_tensors(batch):
         kind = type(other[0]).__name__
-        raise DataError(f"take() returned a {kind}; wanted a tensor, or a tuple, list or dict of tensors")
+        raise DataError(f"take() returned a {kind}: expected a tensor, or a tuple, list or dict of tensors")
     return sum(x.nbytes for x in tensors_in(batch))

@@ -1,7 +1,7 @@
-"""Data that are read in order: deal an iterable's examples to nodes, and return any node's batch at any of its steps.
+"""Iterables, read in order: deal their examples to nodes, and return any node's batch at any of its steps.
 
-The order of a deterministic iterable is fixed, so a batch is a pure function of the node and its step here, too. The
-kept place in the iterable, and the examples that wait for other nodes, only save reading again.
+An iterable's order is fixed, so a batch is a pure function of the node and its step, as for other data. The stored
+place in the iterable and the queued examples of other nodes only avoid reading again.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from exogym.data.loading import joined
 from exogym.data.reading import AHEAD, Reader, bytes_of, described
 from exogym.errors import DataError
 
-KEPT_BYTES = 2**28  # of examples that a process has read for its other nodes
+KEPT_BYTES = 2**28  # of queued examples, which a process has read for its other nodes
 
 
 class Dealer:
-    """Deal a reader's examples to nodes in rows: node i gets the next `parts[i]` of every sum(parts) examples.
+    """Deal a reader's examples to nodes: node i gets the next `parts[i]` of every sum(parts) examples (a row).
 
-    The examples of other nodes of this process wait in queues. A node that asks for an example which has left its queue
-    makes the reader go back.
+    Examples for other nodes of this process are queued. If a node asks for an example that has left its queue, the
+    reader goes back.
 
     Args:
         reader: the reader.
         parts: examples of each node in a row, by node.
-        here: the nodes whose examples wait. Another node is added when it asks.
+        here: the nodes whose examples are queued. Other nodes are added when they ask.
 
     >>> from exogym.data import IterableData
     >>> dealer = Dealer(Reader(IterableData(range(100)), 0, shuffle=False), {0: 1, 1: 2}, here=[0, 1])
@@ -46,12 +46,12 @@ class Dealer:
         self.reader, self.parts, self.width = reader, parts, sum(parts.values())
         self.starts = dict(zip(parts, np.cumsum([0, *parts.values()])[:-1].tolist(), strict=True))
         self.row = 0
-        self.most: int | None = None  # of a node's examples that wait
+        self.most: int | None = None  # of a node's queued examples
         self.queues: dict[int, deque[Any]] = {node: deque() for node in here}
-        self.heads = dict.fromkeys(self.queues, 0)  # the number, among its node's examples, of a queue's first
+        self.heads = dict.fromkeys(self.queues, 0)  # the number of a queue's first example, among its node's examples
 
     def take(self, node: int, at: int, count: int) -> list[Any]:
-        """Return `count` of the node's examples, from its example number `at` on."""
+        """Return `count` of the node's examples, starting at its example number `at`."""
         part = self.parts[node]
         if node not in self.queues:
             self.queues[node], self.heads[node] = deque(), self.row * part
@@ -71,7 +71,7 @@ class Dealer:
         return [queue.popleft() for _ in range(count)]
 
     def go_to(self, row: int) -> None:
-        """Go to a row. The queues are empty then."""
+        """Go to a row, and clear the queues."""
         self.reader.seek(row * self.width)
         self.row = row
         for node, queue in self.queues.items():
@@ -99,19 +99,19 @@ class Dealer:
 
 
 class Iterated:
-    """The batches of every node at every step, from one iterable for all nodes, or from one for each node.
+    """The batches of every node at every step, from one iterable for all nodes or one per node.
 
-    One iterable: its epochs follow each other without a gap, and example k goes to node k mod N. If nodes have batches
-    of different sizes b, node i gets the next b_i / g of every sum(b) / g examples; g is their greatest common divisor.
-    So every process reads the whole iterable. Every epoch has each example exactly once, and no batch is short.
+    One iterable: its epochs follow each other without a gap, and example k goes to node k mod N. If nodes' batch sizes
+    b differ, node i gets the next b_i / g of every sum(b) / g examples, where g is their greatest common divisor. Every
+    process reads the whole iterable, every epoch has each example exactly once, and no batch is short.
 
-    One for each node: the node reads its own iterable, epoch after epoch.
+    One iterable per node: each node restarts its iterable at the end of an epoch.
 
     Args:
-        datasets: the one iterable in a list, or an iterable for each node (`exogym.data.made.Made`).
-        own: whether each node has its own.
-        collate: makes a batch of examples. Default: torch's `default_collate`.
-        kept: how many nodes' own iterables stay open. Default: all.
+        datasets: a list of the one iterable, or an iterable per node (`exogym.data.made.Made`).
+        own: whether each node has its own iterable.
+        collate: a function that collates examples into a batch. Default: torch's `default_collate`.
+        kept: the number of nodes' own iterables that stay open. Default: all.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Iterated:
         self.here: Sequence[int] = range(num_nodes)
         self.example_bytes = 0  # the largest of the first batch
         self._openings: dict[int, int | None] = {}  # the sums of iterables' first examples
-        self._marks: dict[int, Tensors] = {}  # places to go to, until a node asks
+        self._marks: dict[int, Tensors] = {}  # places to go to when a node asks
         self._dealers: OrderedDict[int, Dealer] = OrderedDict()
         self.share_out(batch_sizes)
 
@@ -144,7 +144,7 @@ class Iterated:
             yield self._joined(examples, node, step)
 
     def epoch(self, node: int) -> Iterator[Any]:
-        """Yield the batches of one epoch. The last may be short."""
+        """Yield the batches of one epoch; the last may be short."""
         reader, step = self._dealer(node).reader, 0
         reader.seek(0)
         while examples := reader.read(self.sizes[node], in_epoch=True):
@@ -154,9 +154,9 @@ class Iterated:
             raise DataError(f"{reader.whose}: the iterable has no examples")
 
     def begin(self, fleet: Fleet) -> Stateful:
-        """Read for the fleet's nodes from now on, from the start. Return what checkpoints must save of the iterables.
+        """Start reading for the fleet's nodes, and return the state of the iterables that checkpoints must save.
 
-        Another node can still be asked for, at a cost.
+        Other nodes can still be read, at a cost.
         """
         self.close()
         self.here = list(fleet.ranks)
@@ -169,22 +169,22 @@ class Iterated:
 
     @property
     def most_steps(self) -> int | None:
-        """How many steps a node may be ahead of another, so that waiting examples take about `KEPT_BYTES` at most.
+        """How many steps a node may be ahead of another, so that queued examples take about `KEPT_BYTES` at most.
 
-        None: any number, because no example waits. All processes that have read a batch have the same number.
+        None means any number, because no example is queued. It is equal in all processes that have read a batch.
         """
         if self.own or self.num_nodes == 1:
             return None
         return max(1, KEPT_BYTES // (max(1, self.example_bytes) * sum(self.sizes)))
 
     def marks(self, node: int = 0) -> Tensors:
-        """Return the place in the iterable of `node`; {} if nobody has read from it."""
+        """Return the place in the iterable of `node`, or {} if it has not been read."""
         home = node if self.own else 0
         mark = self._dealers[home].reader.mark() if home in self._dealers else {}
         return mark | {"node": torch.tensor(home)} if mark else self._marks.get(home, {})
 
     def load(self, marks: Tensors, node: int = 0) -> None:
-        """Go to the place that `marks` returned when the node next asks. Another node's place is left out."""
+        """Go to the place that `marks` returned when the node next asks. Other nodes' places are ignored."""
         home = node if self.own else 0
         if marks and int(marks["node"]) == home:
             self._leave(home)
@@ -235,7 +235,7 @@ class Iterated:
 
 
 class ReadingPlaces(Stateful):
-    """What checkpoints save of iterated data if each node has its own iterable: the node's place there."""
+    """The state in checkpoints if each node has its own iterable: the node's place in it."""
 
     def __init__(self, iterated: Iterated, fleet: Fleet):
         self.iterated, self.fleet = iterated, fleet

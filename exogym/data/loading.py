@@ -1,4 +1,4 @@
-"""Batches of data sets that return one example at a time: one torch DataLoader for all nodes of a process."""
+"""Batches of data sets that return one example at a time, from one torch DataLoader for a process's nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, DataError, check_count, check_switch, n
 Request = tuple[int, int, np.ndarray, str]  # one batch: (data set, epoch, example indices, owner in words)
 
 _OURS = {
-    "dataset": "give the data set itself",
+    "dataset": "pass the data set itself",
     "batch_size": "use the argument batch_size of fit",
     "shuffle": "use the argument shuffle of fit",
     "sampler": "the order follows from seed; use partitioner to assign examples to nodes",
@@ -36,13 +36,13 @@ _OURS = {
 
 
 def check_dataloader_kwargs(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the checked DataLoader arguments. Raise ArgumentError for arguments that ExoGym sets itself."""
+    """Return checked DataLoader arguments. Raise ArgumentError for arguments that ExoGym sets itself."""
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ArgumentError(f"dataloader_kwargs={given!r} must be a dict of DataLoader's arguments, by name")
     known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
     for name in given:
         if name in _OURS:
-            raise ArgumentError(f"dataloader_kwargs must not hold {name!r}: {_OURS[name]}")
+            raise ArgumentError(f"dataloader_kwargs must not contain {name!r}: {_OURS[name]}")
         if name not in known:
             raise ArgumentError(
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
@@ -53,11 +53,11 @@ def check_dataloader_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     check_count("dataloader_kwargs: num_workers", workers, least=0)
     for name in ("collate_fn", "worker_init_fn"):
         if kwargs.get(name) is not None and not callable(kwargs[name]):
-            raise ArgumentError(f"dataloader_kwargs: {name}={kwargs[name]!r} cannot be called: wanted a function")
+            raise ArgumentError(f"dataloader_kwargs: {name}={kwargs[name]!r} is not callable: pass a function")
     if kwargs.get("prefetch_factor") is not None:
         check_count("dataloader_kwargs: prefetch_factor", kwargs["prefetch_factor"])
     if not workers and kwargs.get("timeout"):
-        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} needs workers: give num_workers, too")
+        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} needs workers: pass num_workers, too")
     try:
         DataLoader([0], **kwargs)  # type: ignore[arg-type]  # only checks
     except (ValueError, TypeError, AssertionError) as error:
@@ -66,7 +66,7 @@ def check_dataloader_kwargs(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class Loading:
-    """A DataLoader that keeps its workers between calls of `batches`. Each call sends them a list of requests."""
+    """A DataLoader that keeps its workers between calls of `batches`. Each call sends a list of requests."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
         begin = functools.partial(
@@ -83,7 +83,7 @@ class Loading:
     def batches(self, requests: list[Request]) -> Iterator[Any]:
         """Yield the batch of each request.
 
-        If another iterator has used the workers meanwhile, send the open requests again.
+        Pending requests are sent again if another iterator has used the workers meanwhile.
         """
         turn, source, done = -1, iter(()), 0
         shared = self._kwargs.get("num_workers", 0) > 0
@@ -111,7 +111,7 @@ class Loading:
         return self._loader
 
     def close(self) -> None:
-        """End the workers. The next `batches` starts new ones."""
+        """Stop the workers. The next call of `batches` starts new ones."""
         source, self._loader, self._source = self._source, None, None
         if source is not None:
             end_workers(source)
@@ -128,9 +128,9 @@ class _Requests:
 
 
 class _Batches(Dataset[Any]):
-    """Reads and collates a request. Random numbers depend on the examples, not on the worker that reads them.
+    """Reads and collates a request, with random numbers that depend on the examples and not on the worker.
 
-    Generators are set to (seed, epoch, i) before `dataset[i]`, and to the node as well if a factory made the data set.
+    Before `dataset[i]`, generators are seeded with (seed, epoch, i), and also the node if a factory made the data set.
     The user's `collate_fn`, which may mask tokens at random, continues with the last example's random numbers.
     """
 
@@ -162,7 +162,7 @@ class _Batches(Dataset[Any]):
             except Exception as error:
                 raise DataError(
                     f"the data set failed at index {i}, an example of {whose}: {type(error).__name__}: {error}; try "
-                    f"dataset[{i}] by itself"
+                    f"dataset[{i}] alone"
                 ) from error
         return self._batch(examples, whose, indices)
 
@@ -171,24 +171,24 @@ class _Batches(Dataset[Any]):
 
 
 def joined(examples: list[Any], collate: Any, which: str) -> Any:
-    """Make a batch of examples by the user's `collate`, or by torch's `default_collate`.
+    """Collate examples by the user's `collate`, or by torch's `default_collate`.
 
     Raises:
-        DataError: the examples do not fit together. `which` says in the message which they are.
+        DataError: the examples do not form a batch. `which` describes them in the message.
     """
     try:
         return default_collate(examples) if collate is None else collate(examples)
     except Exception as error:
         remedy = "join them by a collate_fn in dataloader_kwargs" if collate is None else "correct collate_fn"
         raise DataError(
-            f"the examples {which} do not make a batch: {type(error).__name__}: {error}; give all examples the same "
+            f"the examples {which} do not form a batch: {type(error).__name__}: {error}; give all examples the same "
             f"form and size, or {remedy}"
         ) from error
 
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """A worker sends this instead of a batch that it could not read."""
+    """Sent by a worker instead of a batch that it could not read."""
 
     message: str
     traceback: str
@@ -204,15 +204,15 @@ def _as_read(batch: Any) -> Any:
 
 
 def _parent(context: Any) -> int | None:
-    """Return this process's number if it will be the workers' parent. It is not with a fork server."""
+    """Return this process's id if it will be the workers' parent, which it is not with a fork server."""
     method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
     return None if method == "forkserver" else os.getpid()
 
 
 def _begin_worker(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:
-    """Ignore Ctrl-C and SIGTERM in a worker: only the run's process handles them, because it may need another batch.
+    """Ignore Ctrl-C and SIGTERM in a worker; the run's process handles them, and may still need a batch.
 
-    torch's worker ends when its parent changes. It would stay forever if the parent was killed before it first looked.
+    torch's worker ends when its parent changes, but would run forever if the parent died before its first check.
     """
     if parent is not None and os.getppid() != parent:
         os._exit(1)

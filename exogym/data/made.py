@@ -1,4 +1,4 @@
-"""Data sets that a factory makes, one for each node, when a run first needs them."""
+"""Data sets that a factory makes, one per node, when a run first needs them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from exogym.errors import DataError, ExoGymError
 
 
 class Made(Sequence[Any]):
-    """Make each node's data set with `factory` on first use. The `kept` data sets used last stay in memory.
+    """Make each node's data set with `factory` on first use, and keep the last `kept` used in memory.
 
     Args:
-        check: function of a data set and a text about its origin. It returns the data set or raises DataError.
+        check: function of a data set and a description of its origin that returns the data set or raises DataError.
         kept: number of data sets to keep. Default: all.
 
     >>> made = Made(lambda rank, n, is_train: [rank] * (rank + 1), 1000, True, lambda made, origin: made, kept=2)
@@ -37,7 +37,7 @@ class Made(Sequence[Any]):
         return self._entry(node)[0]
 
     def takes(self, node: int) -> Take | None:
-        """Return a function that reads many of the node's examples at once, or None if there is no such function."""
+        """Return a function that reads many of the node's examples at once, or None if there is none."""
         return self._entry(node)[1]
 
     def _entry(self, node: int) -> tuple[Any, Take | None]:
@@ -57,7 +57,7 @@ class Made(Sequence[Any]):
         """Call the factory for one node.
 
         Raises:
-            DataError: it does not accept a factory's arguments, or it failed for this node.
+            DataError: the factory does not accept a factory's arguments, or failed for this node.
         """
         name = getattr(self.factory, "__name__", type(self.factory).__name__)
         if self._by_name is None:
@@ -71,12 +71,12 @@ class Made(Sequence[Any]):
         except Exception as error:
             error.add_note(
                 f"in the data set factory {name}, called for node {node} of {self.num_nodes:,}: try "
-                f"{name}{(node, self.num_nodes, self.is_train)} by itself"
+                f"{name}{(node, self.num_nodes, self.is_train)} alone"
             )
             raise
 
     def _goes_by_name(self, name: str) -> bool:
-        """Return whether the factory's third argument is named `train_dataset`. Raise DataError for other arguments."""
+        """Return whether the factory's third argument is named `train_dataset`; raise DataError for other arguments."""
         try:
             signature = inspect.signature(self.factory)
         except (TypeError, ValueError):  # a builtin

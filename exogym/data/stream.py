@@ -1,4 +1,4 @@
-"""The examples that each node sees at each of its steps. These examples depend only on (seed, epoch, node, step)."""
+"""The examples that each node sees at each of its steps, which depend only on (seed, epoch, node, step)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from exogym.data.loading import Loading
     from exogym.data.partition import Partitioner
 
-CHUNK_BYTES = 2**20  # bytes gathered at once: several steps, but few enough for the cache
+CHUNK_BYTES = 2**20  # bytes gathered at once: several steps that fit into the cache
 KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs are stored
 # what to do about a node without examples
 ONLY_SAMPLED = (
@@ -33,64 +33,64 @@ UNKNOWN = 2**40  # stands for the examples of an iterable without a length
 
 
 class Stream:
-    """Return the batches of every node at every step. You can request any node and step, in any order.
+    """The batches of every node at every step, which you can request in any order.
 
-    With one data set of D examples and no partitioner, each epoch e deals the data anew, like torch's
-    `DistributedSampler`. A permutation of the D examples, drawn with (seed, "shuffle", e), is repeated up to
-    N * ceil(D / N) examples. Node i takes every N-th example, from the i-th on.
+    One data set of D examples without a partitioner is dealt anew in each epoch e, as in torch's `DistributedSampler`:
+    a permutation of the D examples, drawn with (seed, "shuffle", e), is repeated up to N * ceil(D / N) examples, and
+    node i takes every N-th example from the i-th on.
 
-    With a partitioner or a factory, node i keeps its shard of n_i examples. The node goes through the shard in its own
-    epochs. The order in its own epoch e is drawn with (seed, "shuffle", e, i):
+    With a partitioner or a factory, node i keeps its shard of n_i examples and passes through it in its own epochs, in
+    an order drawn with (seed, "shuffle", e, i) for its own epoch e:
 
         own_epoch, within = divmod(step, ceil(n_i / batch_size))
 
-    The last batch of an own epoch may be short. A shard smaller than a batch is its own batch. With
-    `dataloader_kwargs={"drop_last": True}` each node leaves out its short last batch in training. An own epoch then has
-    max(1, floor(n_i / batch_size)) steps, and an epoch that deals the data anew has max(1, floor(D / (N batch_size))).
-    If the data are shuffled, each epoch leaves out other examples.
+    The last batch of an own epoch may be short, and a shard smaller than a batch is one batch. With
+    `dataloader_kwargs={"drop_last": True}`, each node drops its short last batch in training: an own epoch has max(1,
+    floor(n_i / batch_size)) steps, and an epoch that deals the data anew max(1, floor(D / (N batch_size))). If the data
+    are shuffled, each epoch drops different examples.
 
-    Tensor data sets are indexed in bulk. Other data sets use one torch DataLoader. Before each `dataset[i]` the
-    generators of Python, numpy and torch are set to (seed, epoch, example). So random augmentation does not depend on
-    the node or the worker.
+    Tensor data sets are indexed in bulk; others use one torch DataLoader. Before each `dataset[i]`, the generators of
+    Python, numpy and torch are seeded with (seed, epoch, example), so random augmentation does not depend on the node
+    or the worker.
 
-    Iterables are read in order (see `exogym.data.iterated`), and any node and step is a pure function, too. But going
-    back means reading from an epoch's start, so ask for steps in order.
+    Iterables are read in order (see `exogym.data.iterated`). Request their steps in order, because going back means
+    reading from an epoch's start.
 
     Args:
-        dataset: a torch `Dataset`, any sequence of examples, an iterable (see `IterableData`), or a factory
-            `(rank, num_nodes, is_train) -> data set`. A third argument named `train_dataset` is passed by name. The
-            factory is called once per node, and again if the node's data set did not stay in memory (`kept`).
+        dataset: a torch `Dataset`, any sequence of examples, an iterable (see `IterableData`), or a factory `(rank,
+            num_nodes, is_train) -> data set`, which is called once per node and again if the node's data set did not
+            stay in memory (`kept`). A third argument named `train_dataset` is passed by name.
         num_nodes: N, the number of nodes.
         batch_size: examples that a node takes per step (`batch_size * gradient_accumulation` of a run).
         seed: seed of all orders and shards.
         shuffle: whether to shuffle. False keeps the order of the data set or shard.
         partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".
         is_train: passed to a factory.
-        dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If others than
-            `drop_last` are given, tensor data sets use the DataLoader, too.
-        kept: how many of a factory's data sets stay in memory. The data sets used last stay, and others are made again
-            when needed. Default: all stay.
-        asks_all: if True, all data sets of a factory are made at the start, to know their lengths. If False, `length`
+        dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). With any except
+            `drop_last`, tensor data sets also use the DataLoader.
+        kept: the number of a factory's data sets that stay in memory, those used last; others are made again when
+            needed. Default: all.
+        asks_all: whether all data sets of a factory are made at the start, to know their lengths. Otherwise `length`
             makes a node's data set when needed, and `learn` stores lengths that other processes found.
-        may_be_empty: whether a node may have no examples: its shard is empty, or the factory returns None or a data set
-            without examples. Such nodes are in `empty`, and nobody may ask for their batches.
+        may_be_empty: whether a node may have no examples (an empty shard, or None or an empty data set from the
+            factory). Such nodes are in `empty` and have no batches.
 
     Attributes:
         iterates: whether the data are iterables.
         iterated: the reading of iterables; None for other data.
-        endless: whether an epoch's length is unknown, because an iterable has no length.
-        examples: (N,) examples of each node in one own epoch; 0 if unknown. Iterables without a length have 2**40.
+        endless: whether an epoch's length is unknown because an iterable has no length.
+        examples: (N,) examples of each node in one own epoch: 0 if unknown, 2**40 for iterables without a length.
         empty: the nodes known to have no examples.
-        is_shared: whether all nodes share one data set. A factory gives each node its own.
+        is_shared: whether all nodes share one data set, not one each from a factory.
         total: examples of all nodes, or D if the nodes share one data set.
         batch_sizes: (N,) examples in a step of each node: `batch_size`, or the sizes from `share_out`.
-        steps_per_epoch: steps of an epoch, ceil(total / (N * batch_size)), or with `drop_last` the floor, at least 1; 0
-            if some lengths are unknown.
-        drops_last: whether the short last batches of training data are left out.
+        steps_per_epoch: steps of an epoch: ceil(total / (N * batch_size)), with `drop_last` the floor and at least 1,
+            or 0 if lengths are unknown.
+        drops_last: whether short last batches of training data are dropped.
 
     Raises:
         DataError: `dataset` is not a data set, has no examples or no length, or a node has no examples.
-        ArgumentError: an unknown or impossible argument.
+        ArgumentError: an argument is unknown or impossible.
 
     >>> stream = Stream(list(range(10)), num_nodes=2, batch_size=3, shuffle=False)
     >>> [batch.tolist() for batch in stream.batches(node=1, first_step=0, count=2)]
@@ -167,7 +167,7 @@ class Stream:
         self._start()
 
     def features(self) -> dict[str, str]:
-        """Return the features of iterables. Keys are names in `exogym.core.refusals`."""
+        """Return the features of iterables, by names in `exogym.core.refusals`."""
         if not self.iterates:
             return {}
         if self._private:
@@ -185,12 +185,11 @@ class Stream:
         return found
 
     def share_out(self, batch_sizes: Sequence[int]) -> None:
-        """Let node i take `batch_sizes[i]` examples per step from now on. All nodes' sum stays N * batch_size.
+        """Let node i take `batch_sizes[i]` examples per step from now on, with an unchanged sum of N * batch_size.
 
-        If each epoch deals the data anew, all nodes finish their parts at the same time. Let b be `batch_sizes`, and g
-        their greatest common divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is
-        repeated up to whole groups of sum(b) / g examples. So every step, including the last, has examples in
-        proportion to b.
+        If each epoch deals the data anew, all nodes finish together. Let b be `batch_sizes` and g their greatest common
+        divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is repeated up to whole
+        groups of sum(b) / g examples, so that every step, including the last, has examples in proportion to b.
         """
         self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
         if self.iterated is not None:
@@ -201,7 +200,7 @@ class Stream:
         self._deals: dict[int, tuple[Tensor, ...]] = {}
 
     def _start(self) -> None:
-        """Build the parts that are not pickled: the access to the data sets."""
+        """Build the parts that are not pickled, which access the data sets."""
         whole = self._private or self._loader_kwargs or self.iterates
         self._take = None if whole else bulk_take(self._datasets[0])
         self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
@@ -225,7 +224,7 @@ class Stream:
         self._start()
 
     def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
-        """Return the examples' indices at the node's own step `step` (from 0), and the node's own epoch."""
+        """Return the examples' indices at the node's own step `step` (from 0) and the node's own epoch."""
         self._check(node, step)
         if self.iterates:
             raise DataError("an iterable's examples have no indices: use batches")
@@ -236,7 +235,7 @@ class Stream:
     def batches(self, node: int, first_step: int, count: int) -> Iterator[Any]:
         """Yield collated CPU batches of `node` for `count` steps from its own step `first_step`.
 
-        Tensor batches are views of a chunk of several steps. Several iterators may run at the same time.
+        Tensor batches are views of a chunk of several steps. Several iterators may run at once.
         """
         self._check(node, first_step)
         if not self.length(node):
@@ -249,7 +248,7 @@ class Stream:
         return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
 
     def epoch(self, node: int) -> Iterator[Any]:
-        """Yield the batches of the node's first own epoch: none if the node has no examples.
+        """Yield the batches of the node's first own epoch, or none if the node has no examples.
 
         An iterable's epoch ends where the iterable ends.
         """
@@ -260,7 +259,7 @@ class Stream:
         return self.batches(node, 0, self.own_steps(node))
 
     def close(self) -> None:
-        """End the DataLoader's worker processes, and close iterables. A later `batches` starts anew."""
+        """Stop the DataLoader's worker processes and close iterables. A later `batches` starts anew."""
         if self._loading is not None:
             self._loading.close()
         if self.iterated is not None:
@@ -307,7 +306,7 @@ class Stream:
         return self._loading.batches(requests)
 
     def _order(self, node: int, epoch: int) -> Tensor:
-        """Return the examples of `node` in its own epoch's order, (n_i,) int64. Current orders are cached."""
+        """Return the examples of `node` in its own epoch's order, (n_i,) int64. Recent orders are cached."""
         if self._dealt:
             if epoch not in self._deals:
                 self._deals[epoch] = self._deal(epoch)
@@ -323,16 +322,16 @@ class Stream:
         return kept[1]
 
     def length(self, node: int) -> int:
-        """Return the number of examples of `node`. If the number is unknown, make the node's data set first."""
+        """Return the number of examples of `node`, making its data set first if the number is unknown."""
         if not self.examples[node] and node not in self.empty:
             made = self._datasets[node]
             self.learn([(node, 0 if made is None else self._length_of(made))])
         return int(self.examples[node])
 
     def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
-        """Return how many examples each node takes in a step, (nodes,).
+        """Return how many examples each node takes per step, (nodes,).
 
-        The number is the node's batch size, or all its examples if it has fewer.
+        That is the node's batch size, or all its examples if it has fewer.
         """
         return np.minimum(self.batch_sizes, self.examples)[list(nodes)]
 
@@ -357,7 +356,7 @@ class Stream:
         return next(node for node in range(self.num_nodes) if node not in self.empty)
 
     def _first_made(self) -> Any:
-        """Return the first data set with examples that the factory makes. Note the nodes before, which have none."""
+        """Return the factory's first data set with examples, and record the nodes before it, which have none."""
         for node in range(self.num_nodes):
             made = self._datasets[node]
             if made is not None:
@@ -369,7 +368,7 @@ class Stream:
         )
 
     def _length_of(self, dataset: Any) -> int:
-        """Return the number of examples, `UNKNOWN` for an iterable without a length."""
+        """Return the number of examples, or `UNKNOWN` for an iterable without a length."""
         if is_iterable(dataset) != self.iterates:
             raise DataError(
                 "the factory makes iterables for some nodes and data sets with positions for others: give all nodes "
@@ -390,7 +389,7 @@ class Stream:
         return self._batches_of(self.length(node), int(self.batch_sizes[node]))
 
     def _batches_of(self, examples: int, size: int) -> int:
-        """Return how many batches of `size` an epoch of so many examples has."""
+        """Return how many batches of `size` an epoch of `examples` has."""
         return max(min(1, examples), examples // size) if self.drops_last else -(-examples // size)
 
     @property
@@ -402,7 +401,7 @@ class Stream:
         return np.where(self.examples, (self.examples - 1) % self.batch_sizes + 1, 0)
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
-        """Deal one epoch to all nodes. Equal batches give `DistributedSampler`'s perm[i::N], repeated as needed."""
+        """Deal one epoch to all nodes: for equal batches, `DistributedSampler`'s perm[i::N], repeated as needed."""
         if self.shuffle:
             perm = torch.randperm(self.total, generator=rng.generator(self.seed, "shuffle", epoch))
         else:
@@ -421,11 +420,13 @@ class Stream:
 
     def _check(self, node: int, step: int) -> None:
         if not (0 <= node < self.num_nodes and step >= 0):
-            raise ArgumentError(f"node={node}, step={step}: wanted a node in 0..{self.num_nodes - 1} and a step from 0")
+            raise ArgumentError(
+                f"node={node}, step={step}: expected a node in 0..{self.num_nodes - 1} and a step from 0"
+            )
 
 
 def check_made(made: Any, origin: str, may_be_empty: bool) -> Any:
-    """Check the data set that a factory made for a node, and return it; None for a node that may have no examples."""
+    """Check and return the data set that a factory made for a node, or None if the node may have no examples."""
     if made is not None and (is_iterable(made) or len(check_dataset(made, origin, least=0))):
         return made
     if not may_be_empty:
@@ -437,7 +438,7 @@ def check_made(made: Any, origin: str, may_be_empty: bool) -> Any:
 def is_iterable(dataset: Any) -> bool:
     """Return whether `dataset` is read in order: an object with `__iter__` and no positions.
 
-    Iterators are excluded, because they can be read only once, and so are sets, which have no order.
+    Iterators, which can be read only once, and sets, which have no order, do not count.
 
     >>> from torch.utils.data import DataLoader
     >>> data = [torch.zeros(1)]
@@ -471,14 +472,14 @@ def length_of(dataset: Any, origin: str) -> int:
     length = described(dataset).length
     if length is None:
         raise DataError(
-            f"{origin} is an iterable without a length ({type(dataset).__name__}): give "
+            f"{origin} is an iterable without a length ({type(dataset).__name__}): pass "
             "exogym.data.IterableData(dataset, length=...)"
         )
     return length
 
 
 def is_factory(dataset: Any) -> bool:
-    """Return whether `dataset` is a factory to call for each node: a callable that holds no examples."""
+    """Return whether `dataset` is a factory to call for each node: a callable that has no examples."""
     by_itself = isinstance(dataset, Dataset) or hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     return callable(dataset) and not by_itself
 
@@ -487,7 +488,7 @@ def _check_order(dataset: Any, origin: str) -> None:
     """Raise DataError for a class, and for data that have no positions or no order."""
     kind = type(dataset).__name__
     if isinstance(dataset, type):
-        raise DataError(f"{origin} is the class {dataset.__name__}: give an instance, {dataset.__name__}(...)")
+        raise DataError(f"{origin} is the class {dataset.__name__}: pass an instance, {dataset.__name__}(...)")
     if is_iterable(dataset):
         raise DataError(
             f"{origin} is an iterable ({kind}), which has no positions: read what you need into a list, "
@@ -495,8 +496,8 @@ def _check_order(dataset: Any, origin: str) -> None:
         )
     if isinstance(dataset, Iterator):
         raise DataError(
-            f"{origin} is a {kind}, which can be read only once, so no run could resume: give an object whose "
-            "__iter__ begins anew each time, such as an IterableDataset or torchdata.nodes.Loader(node)"
+            f"{origin} is a {kind}, which can be read only once, so no run could resume: pass an object whose "
+            "__iter__ starts anew each time, such as an IterableDataset or torchdata.nodes.Loader(node)"
         )
     if isinstance(dataset, Set):
         raise DataError(f"{origin} is a {kind}, which has no order, so no run could repeat: use sorted(...)")
@@ -517,13 +518,13 @@ def check_dataset(dataset: Any, origin: str = "the data set", least: int = 1) ->
             if isinstance(dataset, torch.utils.data.DataLoader)
             else ""
         )
-        raise DataError(f"{origin} is a {kind}; wanted {wanted}{hint}")
+        raise DataError(f"{origin} is a {kind}: expected {wanted}{hint}")
     if isinstance(dataset, tuple) and dataset and all(isinstance(part, (Tensor, np.ndarray)) for part in dataset):
         raise DataError(f"{origin} is a tuple of {len(dataset)} tensors or arrays: use TensorDataset(*tensors)")
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise DataError(f"{origin} ({kind}) has no length: give it a __len__") from None
+        raise DataError(f"{origin} ({kind}) has no length: define __len__") from None
     except (ValueError, OverflowError) as error:
         raise DataError(f"{origin} ({kind}) has an impossible length ({error}): correct its __len__") from None
     order_bytes, there_bytes = 16 * length, Device(CPU).total_bytes()  # a permutation, and its copy
@@ -534,5 +535,5 @@ def check_dataset(dataset: Any, origin: str = "the data set", least: int = 1) ->
             f"part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length < least:
-        raise DataError(f"{origin} ({kind}) is empty: give at least one example")
+        raise DataError(f"{origin} ({kind}) is empty: provide at least one example")
     return dataset

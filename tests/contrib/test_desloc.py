@@ -102,7 +102,7 @@ def test_first_moments_want_second_moments_along() -> None:
 
 
 def test_what_has_no_moments_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="keeps no state per parameter that could be averaged: take 'adamw'"):
+    with pytest.raises(ArgumentError, match="keeps no state per parameter that could be averaged: use 'adamw'"):
         DESLOCStrategy("sgd")
     with pytest.raises(ArgumentError, match=r"H_v=4 with inner_optim=.* keeps no second moments"):
         DESLOCStrategy(MOMENTUM, H_v=4)

@@ -126,7 +126,7 @@ def test_powers_of_losses_that_no_number_holds_are_refused() -> None:
     x = WHOLE[0].tensors[0]
     near = Regressor()(x).detach() + 1e-6
     for y, q, lr in ((near * 1e11, 15.0, 1e-12), (near, 40.0, 0.05)):
-        with pytest.raises(TrainingError, match=r"divides by the sum of h_i, which is (inf|0) .* give a smaller q"):
+        with pytest.raises(TrainingError, match=r"divides by the sum of h_i, which is (inf|0) .* use a smaller q"):
             train(QFedAvgStrategy("sgd", q, 2, lr=lr), [TensorDataset(x, y)] * 2, 2, 2)
 
 

@@ -395,16 +395,16 @@ class NoLength(Dataset):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (iter([1]), "list_iterator, which can be read only once.*begins anew each time"),
+        (iter([1]), "list_iterator, which can be read only once.*starts anew each time"),
         ({1, 2}, "is a set, which has no order.*sorted"),
         (NoLength(), "has no length.*__len__"),
         ([], "is empty"),
-        (None, "is a NoneType; wanted a torch Dataset"),
+        (None, "is a NoneType: expected a torch Dataset"),
         (7, "is a int"),
         ({"x": [1, 2]}, "is a dict"),
         ("digits", "is a str"),
         (DataLoader(DATA), "give its .dataset"),
-        (Noisy, "is the class Noisy: give an instance"),
+        (Noisy, "is the class Noisy: pass an instance"),
         ((torch.zeros(4, 2), torch.zeros(4)), r"tuple of 2 tensors.*TensorDataset"),
         (lambda rank, num_nodes, is_train: [1] * (1 - rank), "data set for node 1 .list. is empty"),
         (lambda rank, num_nodes, is_train: None, "data set for node 0 is None: .* only sampled"),
@@ -530,15 +530,15 @@ def test_files_of_the_users(packages_only: None, tmp_path) -> None:
 def test_data_that_are_not_there_or_not_right(packages_only: None, tmp_path) -> None:
     with pytest.raises(DataError, match=r"cifar10 was not found: no package ships it; put cifar10.npz.*EXOGYM_DATA"):
         cifar10()
-    with pytest.raises(DataError, match=r"has no mnist.npz: give the file or its folder"):
+    with pytest.raises(DataError, match=r"has no mnist.npz: pass the file or its folder"):
         mnist(tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         shakespeare(tmp_path / "none")
     npz(tmp_path / "lacks.npz", (28, 28), y_test=None)
-    with pytest.raises(DataError, match=r"lacks y_test; it holds x_train, y_train, x_test; wanted"):
+    with pytest.raises(DataError, match=r"lacks y_test: it has x_train, y_train, x_test, expected"):
         mnist(tmp_path / "lacks.npz")
     npz(tmp_path / "grey.npz", (32, 32))
-    with pytest.raises(DataError, match=r"shape \(32, 32\); wanted \(32, 32, 3\)"):
+    with pytest.raises(DataError, match=r"shape \(32, 32\): expected \(32, 32, 3\)"):
         cifar10(tmp_path / "grey.npz")
     npz(tmp_path / "objects.npz", (28, 28), y_test=np.array([{}, {}], dtype=object))
     with pytest.raises(DataError, match=r"not a readable .npz"):  # never unpickled

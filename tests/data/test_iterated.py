@@ -155,7 +155,7 @@ def test_a_state_that_loses_examples_is_not_used(capsys: pytest.CaptureFixture[s
     stream = stream_of(Buffered(400))
     stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
     assert taken(stream, 1, 30, 30) == whole[60:]
-    assert "does not bring back the next examples" in capsys.readouterr().err
+    assert "does not restore the next examples" in capsys.readouterr().err
 
 
 def test_marks_of_another_node_are_left_out() -> None:
@@ -255,16 +255,16 @@ class Fails(InOrder):
 def test_what_cannot_be_read_says_why() -> None:
     for data, message in (
         (InOrder(0), "the iterable has no examples$"),
-        (Once(), "has no examples in epoch 1: let __iter__ begin anew"),
+        (Once(), "has no examples in epoch 1: let __iter__ start anew"),
         (Fails(), "failed at example 0 of epoch 0, or at one of the next 64: OSError: no more disk"),
-        (IterableData(InOrder(30), length=31), "an epoch has 30 examples and not 31"),
-        (IterableData(InOrder(300), length=31), "an epoch has at least 64 examples and not 31"),
-        (IterableData([1, "a"] * 9), "do not make a batch.*collate_fn"),
+        (IterableData(InOrder(30), length=31), "expected 31 examples in an epoch, got 30"),
+        (IterableData(InOrder(300), length=31), "expected 31 examples in an epoch, got at least 64"),
+        (IterableData([1, "a"] * 9), "do not form a batch.*collate_fn"),
     ):
         with pytest.raises(DataError, match=message):
             taken(stream_of(data), 0, 0, 30)
     for wrong in (3, "text", iter([1]), {1, 2}):
-        with pytest.raises(DataError, match="begins anew"):
+        with pytest.raises(DataError, match="starts anew"):
             IterableData(wrong)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="window=0"):
         IterableData([1], window=0)
@@ -388,7 +388,7 @@ def test_hugging_faces_streaming_data_sets(tmp_path: Path, capsys: pytest.Captur
     wanted = trained(make(), **options)
     assert trained(make(), max_steps=8, **options) == trained(DATA, max_steps=8, shuffle=False)  # one epoch
     assert trained(make(), processes=3, **options) == wanted == gone_on_with(make, tmp_path / "a", **options)
-    assert "does not bring back" not in capsys.readouterr().err
+    assert "does not restore" not in capsys.readouterr().err
     shuffled = gone_on_with(lambda: make().shuffle(seed=3, buffer_size=20), tmp_path / "b", **options)
     assert shuffled == trained(make().shuffle(seed=3, buffer_size=20), **options) != wanted
     by_shard = trained(lambda rank, num_nodes, is_train: make().shard(num_nodes, rank), num_nodes=4, **options)

@@ -247,9 +247,9 @@ def test_what_cannot_be_read(folder: Path) -> None:
             r"decode failed for 'deep/000' in .*KeyError: 'jpg'",
         ),
         (lambda: TarShards([]), "no tar file"),
-        (lambda: TarShards(folder).shard(6, 0), "of 5 tar files: wanted an index from 0 to 5, and at least one file"),
+        (lambda: TarShards(folder).shard(6, 0), "of 5 tar files: expected an index from 0 to 5, and at least one file"),
     ):
         with pytest.raises(DataError, match=message):
             list(made())
-    with pytest.raises(ArgumentError, match="decode='jpg' cannot be called"):
+    with pytest.raises(ArgumentError, match="decode='jpg' is not callable"):
         TarShards(folder, "jpg")  # type: ignore[arg-type]

@@ -65,18 +65,18 @@ def test_a_folder_and_a_line_may_name_their_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "has no text: wanted files that end in .txt, .md, .jsonl"),
+        ({}, "has no text: expected files that end in .txt, .md, .jsonl"),
         ({"a_pdf": "words", "_hidden__b_txt": "words"}, "has no text"),
         ({"a_txt": " \n", "b_md": ""}, "has only empty texts"),
         ({"a_txt": "words", "b_txt": "caf\u00e9".encode("latin1")}, r"b\.txt is not UTF-8 \(at byte 3\)"),
         ({"a_txt": "nineteen characters"}, "has 19 tokens: training and validation need 20"),
         ({"train__a_txt": "a" * 9, "test__b_txt": "b" * 99}, "the training texts have 9 tokens, and a block needs 10"),
         ({"train__a_txt": "a" * 99, "test__b_txt": "b" * 9}, "the held-out texts have 9 tokens"),
-        ({"a_jsonl": '{"text": "x"}\n{"text": '}, r"a\.jsonl:2 is no JSON"),
-        ({"a_jsonl": '{"body": "x"}'}, r"a\.jsonl:1 has the keys body: wanted an object with a text under the key"),
+        ({"a_jsonl": '{"text": "x"}\n{"text": '}, r"a\.jsonl:2 is not JSON"),
+        ({"a_jsonl": '{"body": "x"}'}, r"a\.jsonl:1 has the keys body: expected an object with a text under the key"),
         ({"a_jsonl": '["x"]'}, r"a\.jsonl:1 has a list"),
         ({"a_jsonl": '{"text": "x \\ude00\\ud83d"}'}, r"a\.jsonl:1 has half a character \(\\ude00 alone\)"),
-        ({"a_jsonl": "[" * 100_000}, r"a\.jsonl:1 is no JSON"),
+        ({"a_jsonl": "[" * 100_000}, r"a\.jsonl:1 is not JSON"),
     ],
 )
 def test_what_is_no_text_is_refused(files: dict[str, str | bytes], message: str, tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_what_is_no_text_is_refused(files: dict[str, str | bytes], message: str,
 
 
 def test_a_missing_folder_and_wrong_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist: give a folder of texts"):
+    with pytest.raises(DataError, match="does not exist: pass a folder of texts"):
         texts(tmp_path / "nowhere", letters)
-    with pytest.raises(DataError, match="is no text: wanted a file that ends in"):
+    with pytest.raises(DataError, match="is not a text: expected a file that ends in"):
         texts(write(tmp_path, a_pdf="x") / "a.pdf", letters)
     with pytest.raises(ArgumentError, match="'split': it is retired: name the parts"):
         texts(tmp_path, letters, split="blocks")
@@ -99,8 +99,8 @@ def test_a_missing_folder_and_wrong_options_are_refused(tmp_path: Path) -> None:
 def test_a_function_that_returns_no_tokens_is_refused(tmp_path: Path) -> None:
     write(tmp_path, a_txt="a" * 99, b_txt="b" * 99)
     for encode, message in (
-        (lambda text: None, r"encode returned None for a\.txt; wanted a list of token numbers"),
-        (lambda text: [1.5] * len(text), "encode returned .1.5, 1.5, .* wanted a list of token numbers"),
+        (lambda text: None, r"encode returned None for a\.txt: expected a list of token ids"),
+        (lambda text: [1.5] * len(text), "encode returned .1.5, 1.5, .* expected a list of token ids"),
         (lambda text: [2**31], r"a\.txt: token numbers from 2147483648 to 2147483648 do not fit int32"),
         (lambda text: [-1], "do not fit int32"),
         (lambda text: {}["x"], r"encode failed for a\.txt: KeyError"),

@@ -120,7 +120,7 @@ def header(text: str) -> bytes:
 )  # fmt: skip
 def test_damaged_files_of_tokens_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.npy (is not a readable file of tokens|holds \|V2)"):
+    with pytest.raises(DataError, match=r"a\.npy (is not a readable file of tokens|contains \|V2)"):
         TokenFiles(tmp_path / "a.npy", 1)
 
 
@@ -150,8 +150,8 @@ def test_what_cannot_be_read_or_written(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.npy").write_bytes(b"123")
     for files, message in (
         (tmp_path / "none.npy", "none.npy is not a readable file of tokens"),
-        (tmp_path / "real.npy", r"holds float64 \(9,\)"),
-        (tmp_path / "odd.bin", "3 bytes are no whole number of uint16"),
+        (tmp_path / "real.npy", r"contains float64 \(9,\)"),
+        (tmp_path / "odd.bin", "3 bytes are not a multiple of uint16"),
         (tmp_path / "wrong.npy", "not a readable file"),
         (tmp_path / "short.npy", "have no block of block_size=4"),
         (folder, "has no .npy or .bin file"),
@@ -167,15 +167,15 @@ def test_what_cannot_be_read_or_written(folder: Path, tmp_path: Path) -> None:
         tokenize_folder(folder, encode, tmp_path / out, **options)  # type: ignore[arg-type]
 
     for encode, options, message in (
-        (str.split, {}, "wanted a list of token numbers"),
+        (str.split, {}, "expected a list of token ids"),
         (lambda text: [1 << 16], {}, "do not fit uint16: give dtype='uint32'"),
         (lambda text: [-1], {}, "do not fit uint16$"),
-        (lambda text: [2**70], {}, "wanted a list of token numbers"),
-        (lambda text: 5, {}, r"encode returned 5 for .*a\.txt; wanted a list of token numbers"),
+        (lambda text: [2**70], {}, "expected a list of token ids"),
+        (lambda text: 5, {}, r"encode returned 5 for .*a\.txt: expected a list of token ids"),
         (lambda text: None, {}, "encode returned None for"),
         (lambda text: [[1], [1, 2]], {}, r"encode returned \[\[1\], \[1, 2\]\] for"),
         (lambda text: 1 // 0, {}, r"encode failed for .*a\.txt: ZeroDivisionError"),
-        (str.encode, {"out": "nowhere/x.npy"}, "nowhere/x.npy cannot be written .*: give a file in an existing folder"),
+        (str.encode, {"out": "nowhere/x.npy"}, "nowhere/x.npy cannot be written .*: name a file in an existing folder"),
         (str.encode, {"pattern": "*.csv"}, r"has no file '\*.csv'"),
         (str.encode, {"out": "x.txt"}, "must end in .npy"),
         (str.encode, {"out": "real.npy"}, "exists"),
@@ -185,7 +185,7 @@ def test_what_cannot_be_read_or_written(folder: Path, tmp_path: Path) -> None:
     (folder / "a.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match="is not UTF-8"):
         written(str.encode)
-    with pytest.raises(ArgumentError, match="cannot be called"):
+    with pytest.raises(ArgumentError, match="is not callable"):
         written("gpt2")
     assert not list(tmp_path.glob("x*"))  # no half file stays
 

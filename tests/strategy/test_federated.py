@@ -540,8 +540,8 @@ def test_fednova_with_momentum_comes_to_rest_near_the_optimum_that_fedavg_misses
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FedNovaStrategy("adamw"), "no a_i is known for AdamW: take inner_optim='sgd'"),
-        (lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9)), "give keep_inner_state=False"),
+        (lambda: FedNovaStrategy("adamw"), "no a_i is known for AdamW: use inner_optim='sgd'"),
+        (lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9)), "pass keep_inner_state=False"),
         (
             lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9), mu=0.1, keep_inner_state=False),
             "leave mu or momentum out",

@@ -92,7 +92,7 @@ def test_what_is_on_its_way_at_the_end_arrives_then() -> None:
 
 
 def test_a_delay_must_fit_into_a_round() -> None:
-    with pytest.raises(ArgumentError, match="delay=5 is more than the H=4 steps of a round"):
+    with pytest.raises(ArgumentError, match="delay=5 exceeds the H=4 steps of a round"):
         DiLoCoStrategy(H=4, delay=5)
     with pytest.raises(ArgumentError, match="rounds of one length"):
         DiLoCoStrategy(H=lambda r: 4, delay=1)

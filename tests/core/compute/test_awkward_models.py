@@ -69,8 +69,8 @@ def fit_lengths(lengths, layer=None, strategy=None, **options):
 
 SINGLE = {  # examples of the nodes, options; message
     "the rest": ([9, 8, 13], {}, r"nodes 0, 2 get 1 example at the end of an epoch \(9 .* 4\): .*\"drop_last\": True"),
-    "one in all": ([1, 9], {}, "node 0 has 1 example in all: give more"),
-    "batches of one": ([8, 8], {"batch_size": 1}, "nodes 0, 1 take 1 example per step: give a larger batch_size"),
+    "one in all": ([1, 9], {}, "node 0 has 1 example in all: provide more"),
+    "batches of one": ([8, 8], {"batch_size": 1}, "nodes 0, 1 take 1 example per step: use a larger batch_size"),
     "parts of one": ([8, 8], {"minibatch_size": 3}, r"nodes 0, 1 compute 1 example at once \(4 examples in parts"),
     "accumulation": ([9, 8], {"batch_size": 2, "gradient_accumulation": 2}, "node 0 gets 1 .* in parts of 2"),
 }

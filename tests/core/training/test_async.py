@@ -466,8 +466,8 @@ def test_fedasync_without_discount_is_constant() -> None:
 
 @pytest.mark.parametrize("options, why", [
     ({"alpha": 0.0}, "alpha"), ({"alpha": 1.5}, "alpha"), ({"discount": "linear"}, "discount"), ({"a": -1.0}, "a="),
-    ({"discount": "constant", "a": 1.0}, "a=1.0 has no meaning with discount='constant'"),
-    ({"b": 3}, "b=3 has no meaning with discount='polynomial'"), ({"discount": "hinge", "b": -1}, "b=-1"),
+    ({"discount": "constant", "a": 1.0}, "a=1.0 has no effect with discount='constant'"),
+    ({"b": 3}, "b=3 has no effect with discount='polynomial'"), ({"discount": "hinge", "b": -1}, "b=-1"),
 ])  # fmt: skip
 def test_fedasync_refuses_what_has_no_meaning(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ArgumentError, match=why):
