@@ -156,7 +156,7 @@ def test_what_cannot_be_read_or_written(folder: Path, tmp_path: Path) -> None:
         (tmp_path / "short.npy", "have no block of block_size=4"),
         (folder, "has no .npy or .bin file"),
         (folder / "a.txt", "neither a .npy nor a .bin file"),
-        ([], "give at least one"),
+        ([], "pass at least one"),
     ):
         with pytest.raises(DataError, match=message):
             TokenFiles(files, 4)
