@@ -1,1 +1,1 @@
-"""ExoGym's internal code. Users import the public modules beside this package; internal modules may move."""
+"""ExoGym's internal code. Import the public modules next to this package; internal modules may move."""

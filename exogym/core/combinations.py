@@ -3,16 +3,16 @@
 A feature is a property of a run, under the name that a user writes: an option (`privacy`), an option with a value
 (`compute="vmap"`), a strategy's behavior ("packed values"), or a missing option ("no network"). Modules, strategies and
 `fit`'s options list their features (`features()`). If a run has both features of a row in the table, `check` raises an
-error for the first such row. A strategy is checked when it is made, and the whole run before it trains. Some features,
-such as the launcher and properties of the model and the data, become known between these two checks. Each of these
-features is checked as soon as it is known.
+error for the first such row. A strategy is checked when it is created, and the whole run before it trains. Features
+that become known in between, such as the launcher and properties of the model and the data, are checked as soon as they
+are known.
 
-A method of `exogym.contrib` promises less. With a feature in `UNTRIED` that its class does not list in `tried`, it is
-refused by one rule, so no row names such a method.
+Methods of `exogym.contrib` promise less: one rule refuses any feature in `UNTRIED` that a method's class doesn't list
+in `tried`, so no row names such a method.
 
-To refuse another pair, add a row to `REFUSED`. Several features that are refused for one reason share a row. An option
-of `fit` needs no more; another new feature must be returned by the `features()` of the class that has it. A limit
-between two numbers is not a pair of features: check it in the code that uses the numbers.
+To refuse another pair, add a row to `REFUSED`; features that are refused for the same reason share a row. An option of
+`fit` needs no more, while any other new feature must be returned by the `features()` of its class. A limit between two
+numbers is not a pair of features: check it in the code that uses the numbers.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):
@@ -30,7 +30,7 @@ from exogym.errors import ArgumentError
 
 
 def features_of(**options: Any) -> dict[str, str]:
-    """Return the given options as features, each with its text. An option that is None or False counts as not given.
+    """Return the options that are set (not None or False) as features, each with its text.
 
     >>> features_of(delay=3, eager=False, island_H=None)
     {'delay': 'delay=3'}
@@ -46,8 +46,8 @@ def check(features: Mapping[str, str]) -> None:
             `{"robust": "robust='krum'"}`.
 
     Raises:
-        ArgumentError: `REFUSED` has a row for two of the features. The message gives the features, the reason and the
-            alternative of the first such row. Or the strategy is one of `exogym.contrib`, and does not list a feature.
+        ArgumentError: `REFUSED` has a row for two of the features, and the message gives the first such row's features,
+            reason and alternative; or the strategy is from `exogym.contrib` and doesn't list a feature.
 
     >>> check({"robust": "robust='krum'", "client_fraction": "client_fraction=0.5"})
     """
@@ -55,7 +55,7 @@ def check(features: Mapping[str, str]) -> None:
         if name in features and (method := features.get(f"not tried with {name}")) is not None:
             given, option = features[name].rstrip("="), name.partition("=")[0].partition(" ")[0]
             raise ArgumentError(
-                f"{method} with {given}: not tried together; use a strategy of the core (docs/promises.md), or leave "
+                f"{method} with {given} has not been tried: use a strategy of the core (docs/promises.md), or leave "
                 f"{option} out"
             )
     for one, other, row in PAIRS:
@@ -66,6 +66,6 @@ def check(features: Mapping[str, str]) -> None:
 
 
 def refuse(features: Mapping[str, str]) -> NoReturn:
-    """Raise the error of `check`, for features that a row of the table certainly refuses."""
+    """Raise the error of `check` for features that a row of the table refuses."""
     check(features)
     raise AssertionError(f"no row refuses {features}")

@@ -1,4 +1,4 @@
-"""Train one model on several devices, with the objects of a usual PyTorch script: model, optimizer, data loader."""
+"""Train one model on several devices, from the objects of an ordinary PyTorch script: model, optimizer, data loader."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from exogym.trainer import LocalTrainer
 
 
 class DistributedTrainer:
-    """Trains one model on `num_gpus` devices, like a `LocalTrainer` with one node of several devices.
+    """Train one model on `num_gpus` devices, like a `LocalTrainer` with one node of several devices.
 
     Under `python -m exogym.launch --nproc_per_node K` or torchrun, each of the K processes is one device. A single
-    process computes the same result (up to rounding) on one device, and prints a notice. The devices divide each batch
-    of the loader among themselves. A step is one step on the whole batch, as on one device.
+    process computes the same result (up to rounding) on one device and prints a notice. Each batch of the loader is
+    divided over the devices, and a step is one step on the whole batch, as on one device.
 
     Args:
         model: as for `LocalTrainer`.
-        optimizer: a torch optimizer over this model's parameters. Only its class and arguments are used. You can also
-            give an optimizer's name or an `OptimSpec`, as for strategies.
-        num_gpus: number of devices. If `num_gpus` is None, the trainer uses the number of devices of `node`, or without
-            `node` the number of processes that run this script.
-        backend: "nccl" or "gloo" connects the processes. "auto" means NCCL if each process has a GPU, otherwise gloo. A
-            single process ignores `backend`.
-        node: a `NodeMesh` or a `PipelineParallel`, which says how to split the model. If `node` is None, training is
-            data parallel, with parameters, gradients and optimizer state sharded.
+        optimizer: a torch optimizer of this model's parameters (only its class and arguments are used), or an
+            optimizer's name or an `OptimSpec`, as for strategies.
+        num_gpus: number of devices; default: the number of devices of `node` or, if `node` is None, the number of
+            processes that run this script.
+        backend: "nccl", "gloo", or "auto" for NCCL if each process has a GPU and gloo otherwise. A single process
+            ignores `backend`.
+        node: a `NodeMesh` or a `PipelineParallel` that says how to split the model. None: data-parallel training with
+            sharded parameters, gradients and optimizer state.
         loss_fn: as for `LocalTrainer`.
 
     Attributes:
         history: the records of the last call of `train`.
 
     Raises:
-        ArgumentError: the optimizer has other parameters or several groups, or it has taken steps already; the number
-            of devices differs from the number of processes or from `node`; or the backend is not available.
+        ArgumentError: the optimizer has other parameters or several groups, or has already taken steps; the number of
+            devices differs from the number of processes or from `node`; or the backend is not available.
 
     >>> import torch
     >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -68,7 +68,7 @@ class DistributedTrainer:
         loss_fn: Callable[..., Tensor] | None = None,
     ):
         if not isinstance(model, nn.Module):
-            raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
+            raise ArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         check_choice("backend", backend, ("auto", "nccl", "gloo"))
         if num_gpus is not None:
             check_count("num_gpus", num_gpus)
@@ -82,7 +82,7 @@ class DistributedTrainer:
             kind.of(self.node, 1).processes(world)
             own = Device.named("auto").backend
             if backend not in ("auto", own):
-                raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: give 'auto' or {own!r}")
+                raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: pass 'auto' or {own!r}")
 
     @checked
     def train(
@@ -94,16 +94,15 @@ class DistributedTrainer:
         accumulation_steps: int = 1,
         seed: int = 0,
     ) -> nn.Module:
-        """Train for `epochs` epochs and return the model. With several processes, only the main process has the result.
+        """Train for `epochs` epochs and return the model; only the main process has the result.
 
         Args:
-            train_loader: a loader. The trainer uses the loader's data set, batch size, shuffling and number of workers,
-                but does not iterate over the loader itself. Unless the loader has `drop_last`, an epoch's last, shorter
-                batch is a step, too.
+            train_loader: a DataLoader. The trainer uses its data set, batch size, shuffling and number of workers, but
+                doesn't iterate over it. Unless it has `drop_last`, an epoch's last, shorter batch is a step as well.
             epochs: number of passes over the training data.
-            val_loader: a loader whose data set is used for an evaluation after each epoch.
+            val_loader: a DataLoader whose data set is evaluated after each epoch.
             accumulation_steps: number of batches per step.
-            seed: seed of the data's order and of the model's random numbers.
+            seed: seed of the data order and of the model's random numbers.
 
         Raises:
             ArgumentError: a loader has its own sampler, or has no batch size; or an error of `LocalTrainer.fit`.
@@ -142,37 +141,39 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     name = type(optimizer).__name__
     if len(optimizer.param_groups) > 1:
         raise ArgumentError(
-            f"the {name} has {len(optimizer.param_groups)} parameter groups: give OptimSpec({name}, "
-            "groups=[(pattern, options), ...]) instead"
+            f"the {name} has {len(optimizer.param_groups)} parameter groups: pass OptimSpec({name}, groups=[(pattern, "
+            "options), ...]) instead"
         )
     (group,) = optimizer.param_groups
     given, trained = {id(p) for p in group["params"]}, {id(p) for p in model.parameters() if p.requires_grad}
     if not trained <= given <= {id(p) for p in model.parameters()}:
-        raise ArgumentError(f"the {name} does not hold the model's trained parameters: make it with model.parameters()")
+        raise ArgumentError(
+            f"the {name} does not hold the model's trained parameters: create it from model.parameters()"
+        )
     if optimizer.state:
-        raise ArgumentError(f"the {name} has taken steps already, and its state would be lost: give a new optimizer")
+        raise ArgumentError(f"the {name} has already taken steps, and its state would be lost: pass a new optimizer")
     signature = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in group.items() if key in signature and key != "params"}
     return OptimSpec(type(optimizer), **{k: v for k, v in options.items() if v != signature[k].default})
 
 
 def _options_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
-    """Return the options of `fit` that make a loader's batches again.
+    """Return the options of `fit` that reproduce a loader's batches.
 
     Raises:
-        ArgumentError: `loader` is not a DataLoader, or these arguments cannot make its batches again.
+        ArgumentError: `loader` is not a DataLoader, or `fit` can't reproduce its batches.
     """
     if not isinstance(loader, DataLoader):
-        raise ArgumentError(f"{name} is a {type(loader).__name__}, wanted a torch.utils.data.DataLoader")
+        raise ArgumentError(f"{name} must be a torch.utils.data.DataLoader, not {type(loader).__name__}")
     sampler = loader.sampler
     if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
         raise ArgumentError(
-            f"{name} has no batch_size, or its data set has no length: give a DataLoader with batch_size over a data "
+            f"{name} has no batch_size, or its data set has no length: pass a DataLoader with a batch_size and a data "
             "set with a length"
         )
     if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
         raise ArgumentError(
-            f"{name} has its own {type(sampler).__name__}, but the trainer itself chooses each device's examples: give "
+            f"{name} has its own {type(sampler).__name__}, but the trainer itself chooses each device's examples: set "
             "shuffle=True or False instead"
         )
     plain = {"collate_fn": default_collate, "num_workers": 0, "worker_init_fn": None, "drop_last": False}

@@ -30,5 +30,5 @@ def test_the_shipped_runs_are_those_of_the_atlas() -> None:
 @pytest.mark.parametrize("read", [Results, lambda path: Page(path.with_suffix(".md"))], ids=["benchmark", "reproduce"])
 def test_a_pipe_is_no_file_of_results(read: Callable[[Path], object], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(ExoGymError, match="wanted a regular file"):
+    with pytest.raises(ExoGymError, match="must be a regular file"):
         read(tmp_path / "a.json")

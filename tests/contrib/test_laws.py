@@ -340,7 +340,7 @@ def refused(kind: type[Strategy], feature: str) -> str:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_does_not_list_is_refused_before_training(name: str) -> None:
-    kind, told = METHODS[name], "not tried together; use a strategy of the core (docs/promises.md), or leave "
+    kind, told = METHODS[name], "has not been tried: use a strategy of the core (docs/promises.md), or leave "
     assert "tried" in vars(kind) and set(kind.tried) <= set(UNTRIED)
     assert {*GIVEN, *ASKED} == set(UNTRIED)
     for feature in UNTRIED:

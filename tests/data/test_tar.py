@@ -207,7 +207,10 @@ def test_a_pipe_is_no_tar_file(tmp_path: Path) -> None:
     (tmp_path / "c.tar").symlink_to("a.tar")
     assert len(list(TarShards(tmp_path))) == 2 * EXAMPLES  # a link to a file is read
     os.mkfifo(tmp_path / "b.tar")
-    with impatient(), pytest.raises(DataError, match=r"b\.tar is a folder, a pipe or a device: wanted a regular file"):
+    with (
+        impatient(),
+        pytest.raises(DataError, match=r"b\.tar is a folder, a pipe or a device, but must be a regular file"),
+    ):
         list(TarShards(tmp_path))
 
 

@@ -195,5 +195,5 @@ def test_a_pipe_in_a_folder_of_tokens_is_refused(name: str, tmp_path: Path) -> N
     np.save(tmp_path / "b.npy", np.arange(9, dtype=np.uint16))
     assert len(TokenFiles(tmp_path, 4)) == 2
     os.mkfifo(tmp_path / name)
-    with impatient(), pytest.raises(DataError, match="is a folder, a pipe or a device: wanted a regular file"):
+    with impatient(), pytest.raises(DataError, match="is a folder, a pipe or a device, but must be a regular file"):
         TokenFiles(tmp_path, 4)

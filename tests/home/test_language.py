@@ -433,7 +433,7 @@ def test_an_evaluation_says_which_blocks_it_uses(folders, capsys: pytest.Capture
 # Files from strangers
 
 
-PIPE = "is a folder, a pipe or a device: wanted a regular file"
+PIPE = "is a folder, a pipe or a device, but must be a regular file"
 
 
 def in_shards(folder: Path) -> Path:

@@ -355,7 +355,7 @@ def test_what_is_not_well_comes_with_help(hosts: Hosts, tmp_path: Path) -> None:
         done = python(
             "-m", "exogym", "wizard", "--task", "digits", "--hosts", "hosts.json", "--steps", "9", "--yes", cwd=tmp_path
         )  # fmt: skip
-    assert done.returncode == 1 and "name the host's Python, 3.11 or later" in done.stdout, done.stdout
+    assert done.returncode == 1 and "to a Python 3.11 or later" in done.stdout, done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["hosts.json"]
 
 

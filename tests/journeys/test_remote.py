@@ -319,7 +319,7 @@ def test_every_failure_is_named_with_a_remedy(
         0,
         "port",
         "29500: Address already in use",
-        "end the program that uses port 29500 on the master, or give another",
+        "end the program that uses port 29500 on the master, or use another",
     )
     expect(1, "login", "Permission denied (publickey)", "ssh-copy-id")
     expect(2, "host key", "Host key verification failed", "compare the fingerprint")
@@ -328,7 +328,7 @@ def test_every_failure_is_named_with_a_remedy(
         4,
         "python",
         "/nowhere/it's $(touch pwned)/python",
-        "name the host's Python, 3.11",
+        "to a Python 3.11",
         python="/nowhere/it's $(touch pwned)/python",
     )
     expect(5, "exogym", "0.0.1 (code ", "install this machine's version", python=old)
@@ -416,7 +416,7 @@ def test_good_hosts_pass_and_it_is_said_whether_they_share_a_folder(
     assert seen[1][hosts[1].address].startswith("checkpoints is not the master's: this host keeps its own nodes' rows")
     assert all(check.ok for check in apart)
     (failed,) = [check for check in wrong if not check.ok]
-    assert (failed.host, failed.check) == (hosts[1].address, "save_dir") and "give a save_dir that" in failed.remedy
+    assert (failed.host, failed.check) == (hosts[1].address, "save_dir") and "use a save_dir that" in failed.remedy
     assert not list(tmp_path.rglob(".shared*")) and not list(tmp_path.rglob(".writable*"))
 
 

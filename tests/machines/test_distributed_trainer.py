@@ -153,7 +153,7 @@ def stepped(model):
         (lambda m: DistributedTrainer(m, sgd(m), 2, "mpi"), "is not one of 'auto', 'nccl', 'gloo'"),
         (lambda m: DistributedTrainer(m, sgd(m), 2, "nccll"), "did you mean 'nccl'"),
         (lambda m: DistributedTrainer(m, sgd(LeNet5()), 2), "does not hold the model's trained parameters"),
-        (lambda m: DistributedTrainer(m, stepped(m), 2), "has taken steps already"),
+        (lambda m: DistributedTrainer(m, stepped(m), 2), "has already taken steps"),
         (
             lambda m: DistributedTrainer(
                 m, torch.optim.SGD([{"params": [m.out.weight]}, {"params": [m.out.bias]}], 0.1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from exogym.errors import DataError
 
 TARGET_KEYS = ("labels", "targets", "target", "label", "y")
-# by torch, of wrong batches and models
+# torch's errors for wrong batches and models
 RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
 MISSING: Any = object()  # stands for a model's output if the model did not return
 
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def beside_tensors(value: Any) -> list[Any]:
-    """Return what nested mappings, tuples and lists hold beside tensors, in order.
+    """Return the values other than tensors in nested mappings, tuples and lists, in order.
 
     >>> beside_tensors({"a": torch.ones(2), "b": [torch.ones(3), "c"]})
     ['c']
@@ -55,7 +55,7 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 def batch_examples(batch: Any) -> int:
     """Return the number of examples: the first dimension of the batch's first tensor.
 
-    A list of k tensors beside a tensor of k rows holds one tensor for each example, so k is the number.
+    A list of k tensors next to a tensor of k rows holds one tensor per example, so the number is k.
 
     >>> batch_examples([torch.zeros(3, 8), torch.zeros(3)]), batch_examples([[torch.zeros(8)] * 3, torch.zeros(3)])
     (3, 3)
@@ -68,14 +68,15 @@ def batch_examples(batch: Any) -> int:
     for leaf in tensors_in(batch):
         if leaf.dim():
             return len(leaf)
-    raise DataError(f"a batch is {described(batch)}; wanted a tensor whose first dimension counts the examples")
+    raise DataError(
+        f"a batch must contain a tensor whose first dimension counts the examples, but is {described(batch)}"
+    )
 
 
 def _pick(batch: Any, total: int, which: slice | list[int]) -> Any:
-    """Pick `which` of the `total` examples of a nested batch. From a slice, tensors are views.
+    """Pick `which` of the `total` examples of a nested batch. If it is a slice, tensors are views.
 
-    Examples are rows of its tensors, and items of its lists that hold something else: a text or a tensor for each
-    example.
+    Examples are rows of tensors, and items of lists that hold a text or a tensor per example.
     """
     is_list = isinstance(batch, tuple | list) and len(batch) == total and not hasattr(batch, "_fields")
     if is_list and not any(x.dim() and len(x) == total for x in tensors_in(batch)):
@@ -91,7 +92,7 @@ def _pick(batch: Any, total: int, which: slice | list[int]) -> Any:
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return a batch's examples from number `start` to number `stop`, without number `stop` itself.
+    """Return a batch's examples from `start` up to, but not including, `stop`.
 
     >>> slice_batch([("a", "b", "c"), torch.tensor([1, 2, 3])], 1, 3)
     [('b', 'c'), tensor([2, 3])]
@@ -100,7 +101,7 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
 
 
 def take_examples(batch: Any, which: list[int]) -> Any:
-    """Return the examples of a batch whose numbers are in `which`, in that order."""
+    """Return the examples of a batch with the indices `which`, in that order."""
     return _pick(batch, batch_examples(batch), which)
 
 
@@ -131,7 +132,7 @@ def stack_nested(each: Sequence[Any]) -> Any:
 def targets_of(batch: Any) -> Tensor | None:
     """Return a batch's targets, or None if the batch has no targets.
 
-    In a mapping, the targets have one of the names in `TARGET_KEYS`. In a tuple or list, they are the last item.
+    In a mapping, they have one of the names in `TARGET_KEYS`; in a tuple or list, they are the last item.
     """
     if isinstance(batch, Mapping):
         found = next((batch[key] for key in TARGET_KEYS if key in batch), None)

@@ -1,7 +1,7 @@
 """A run's device: one value for the CPU and for any accelerator that torch names, its threads and its memory.
 
-Only this file names kinds of devices: others ask a `Device` (`tests/laws/test_devices.py`). So CUDA, MPS, XPU, and
-devices that register themselves with torch, take the same path.
+Only this file names kinds of devices; other files ask a `Device` (`tests/laws/test_devices.py`), so CUDA, MPS, XPU, and
+devices that register themselves with torch take the same path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usa
 
 @dataclass(frozen=True)
 class Device:
-    """What a run asks of a device. `place` is the device's name in torch.
+    """A run's interface to a device. `place` is the device's name in torch.
 
     >>> Device.named("cpu").is_cpu, Device.named("cpu").backend, Device(torch.zeros(1).device) == Device(CPU)
     (True, 'gloo', True)
@@ -53,22 +53,22 @@ class Device:
             place = torch.device(name)
         except (RuntimeError, TypeError, ValueError):
             raise ArgumentError(
-                f"device={name!r} is unknown: wanted 'auto', 'cpu', or an accelerator such as 'cuda', 'cuda:0' or 'mps'"
+                f"device={name!r} is unknown: use 'auto', 'cpu', or an accelerator such as 'cuda', 'cuda:0' or 'mps'"
             ) from None
         if place.type == CPU.type:
-            return cls(CPU)  # asks no accelerator: a process that has begun to use one cannot be forked
+            return cls(CPU)  # doesn't touch the accelerator, because a process that uses one can't be forked
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or place.type != found.type:
             raise ArgumentError(f"device={name!r}: torch sees no {place.type} device here; use device='cpu' or 'auto'")
         index, count = place.index or 0, torch.accelerator.device_count()
         if index >= count:
             wanted = f"{place.type}:0" + (f" to {place.type}:{count - 1}" if count > 1 else "")
-            raise ArgumentError(f"device={name!r}: this machine lacks that device; wanted {wanted}")
+            raise ArgumentError(f"device={name!r} does not exist on this machine: use {wanted}")
         return cls(torch.device(place.type, index))
 
     @classmethod
     def of_group(cls, group: Any = None) -> Device:
-        """Return the device whose tensors a process group can send: the CPU, unless the group's backend cannot."""
+        """Return the device whose tensors a process group can send: the CPU, if the group's backend supports it."""
         kinds = dist.Backend.backend_capability.get(dist.get_backend(group), [CPU.type])
         return cls(CPU) if CPU.type in kinds else cls.named("auto")
 
@@ -84,11 +84,11 @@ class Device:
 
     @property
     def model(self) -> str:
-        """The device's model, such as "NVIDIA H200", or "" if torch does not tell."""
+        """The device's model, such as "NVIDIA H200", or "" if unknown."""
         return str(self._own("get_device_name", lambda place: "")(self.place))
 
     def make_current(self) -> None:
-        """Let torch use this device where code names its kind only."""
+        """Make this device torch's default for its kind."""
         if not self.is_cpu:
             torch.accelerator.set_device_index(self.place)
 
@@ -98,12 +98,12 @@ class Device:
             torch.accelerator.synchronize(self.place)
 
     def sent(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` on this device. A device with its own memory fetches `x` from pinned memory, without a wait."""
+        """Return `x` on this device. A device with its own memory copies `x` asynchronously from pinned memory."""
         is_far = x.is_cpu and self._has_memory
         return (x.pin_memory() if is_far else x).to(self.place, non_blocking=True)
 
     def _own(self, name: str, otherwise: Any) -> Any:
-        """Return a function of the device's module in torch, or `otherwise` if the module lacks it."""
+        """Return a function of the device's module in torch, or `otherwise` if the module doesn't have it."""
         return getattr(torch.get_device_module(self.place), name, otherwise)
 
     # Random numbers
@@ -132,9 +132,9 @@ class Device:
     # Memory
 
     def free_bytes(self) -> int:
-        """Return how many bytes of memory are free: an accelerator's own memory, or else the machine's and its swap.
+        """Return the free memory in bytes: an accelerator's own, or else the machine's, including swap.
 
-        The machine's is never above the memory that the process's control groups (cgroups) still allow.
+        The machine's free memory is limited by the process's control groups (cgroups).
 
         Memory that torch has reserved but does not use counts as free.
         """
@@ -149,13 +149,13 @@ class Device:
         return max(0, min([free, *_free_in_groups()]))
 
     def total_bytes(self) -> int:
-        """Return how many bytes of memory the device has: an accelerator's own memory, or else the machine's."""
+        """Return the device's memory in bytes: an accelerator's own, or else the machine's."""
         if self._has_memory:
             return int(self._own("mem_get_info", None)(self.place)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def peak_bytes(self) -> int | None:
-        """Return the most bytes that torch held at once in the accelerator's own memory; None if it has none."""
+        """Return torch's peak use of the accelerator's own memory in bytes, or None if it has none."""
         peak = None if self.is_cpu else self._own("max_memory_allocated", None)
         return None if peak is None else int(peak(self.place))
 
@@ -166,7 +166,7 @@ class Device:
 
 
 def widest(x: torch.Tensor) -> torch.Tensor:
-    """Return `x` in the widest float of its device: float64, but float32 on devices without float64, as MPS."""
+    """Return `x` in its device's widest float: float64, or float32 on devices without float64, such as MPS."""
     return x.to(torch.float64 if _has_float64(x.device.type) else torch.float32)
 
 
@@ -175,24 +175,24 @@ def _has_float64(kind: str) -> bool:
     try:
         torch.zeros(1, dtype=torch.float64, device=kind)
     except torch.OutOfMemoryError:
-        raise  # says nothing about float64, and what is returned holds for the whole process
+        raise  # doesn't report float64, and the answer holds for the whole process
     except (TypeError, RuntimeError):
         return False
     return True
 
 
 def is_accelerator_used() -> bool:
-    """Return whether this process has begun to use an accelerator. Then it cannot be forked."""
+    """Return whether this process has begun to use an accelerator, so that it can't be forked."""
     kind = torch.accelerator.current_accelerator()
     return kind is not None and bool(Device(kind)._own("is_initialized", bool)())
 
 
 @contextlib.contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """A context in which torch uses a single intra-op thread, if `device` is the CPU.
+    """A context in which torch uses a single intra-op thread if `device` is the CPU.
 
-    So results do not depend on the number of threads, and training does not become very slow on a busy machine. At the
-    end the context restores the earlier number of threads.
+    Results then don't depend on the number of threads, and training doesn't become very slow on a busy machine. The
+    earlier number of threads is restored at the end.
     """
     before = torch.get_num_threads()
     if device.type == CPU.type:
@@ -225,5 +225,5 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers in a file, by each line's first word."""
+    """Return a dict from each line's first word to its number."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}

@@ -1,4 +1,4 @@
-"""Write files whole or not at all, read only regular files, and make new folders.
+"""Write files atomically, read only regular files, and create folders.
 
 >>> with temporary_folder() as folder:
 ...     write_json(folder / "run.json", {"lr": 0.1}, indent=None)
@@ -45,15 +45,15 @@ SHORT_BYTES = 1 << 20  # largest file that a person writes
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context that yields a temporary path. If the block succeeds, the file at this temporary path replaces `path`.
+    """A context that yields a temporary path, whose file replaces `path` if the block succeeds.
 
-    If the block fails, the temporary file is removed. The block may also make a folder there, if `path` does not exist.
+    If the block fails, the temporary file is removed. If `path` doesn't exist, the block may also create a folder.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        _remove(made)  # from a killed process with the same number; a link there would lead elsewhere
+        _remove(made)  # left by a killed process with the same number; a link would lead elsewhere
         yield made
         os.replace(made, path)
     finally:
@@ -71,7 +71,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """A context that opens a new text file. The file replaces `path` if the block succeeds.
+    """A context that opens a new text file, which replaces `path` if the block succeeds.
 
     If the block fails, the new file is removed.
     """
@@ -80,7 +80,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
-    """Write a value to a file as JSON, whole or not at all."""
+    """Write a value to a file as JSON, atomically."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=indent) + "\n")
 
@@ -101,17 +101,17 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
         OSError: `path` is not a plain file, or cannot be read.
     """
     if not is_plain(path):
-        raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
+        raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device, but must be a plain file")
     return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError unless `path` is a regular file, or a link to one. Opening a pipe would wait for its other end.
+    """Raise OSError unless `path` is a regular file or a link to one. (Opening a pipe would block.)
 
-    Call it before another package opens a path that came from a folder or an index.
+    Call this function before another package opens a path that came from a folder or an index.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{os.fspath(path)} is a folder, a pipe or a device: wanted a regular file")
+        raise OSError(f"{os.fspath(path)} is a folder, a pipe or a device, but must be a regular file")
 
 
 def opened_regular(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -137,11 +137,11 @@ def regular_text(path: str | os.PathLike[str]) -> str:
 def indexed(index: Path) -> list[Path]:
     """Return the files of weights that an index in Hugging Face's layout names, in the order of their names.
 
-    They are in the index's folder. There they may be links, which may lead anywhere: Hugging Face's cache has links.
+    They are in the index's folder, where they may be links to any place, as in Hugging Face's cache.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: the index cannot be read, or names
-            something else than files of its folder.
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: the index can't be read, or names
+        anything but files of its folder.
     """
     names = json.loads(regular_text(index))["weight_map"].values()
     return sorted({inside(index.parent, name) for name in names})
@@ -182,14 +182,14 @@ def short_text(path: str | os.PathLike[str]) -> str:
         data = file.read(SHORT_BYTES + 1)
     if len(data) > SHORT_BYTES:
         raise ArgumentError(
-            f"{os.fspath(path)!r} is longer than {SHORT_BYTES >> 20} MiB: give a text file that was written by hand"
+            f"{os.fspath(path)!r} is longer than {SHORT_BYTES >> 20} MiB: pass a text file written by hand"
         )
     return data.decode("utf-8")
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
-    """A context that makes a temporary folder and removes it at the end.
+    """A context that creates a temporary folder and removes it at the end.
 
     Raises:
         ExoGymError: no temporary folder can be written.
@@ -198,14 +198,14 @@ def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
     except OSError as error:
         raise ExoGymError(
-            f"no temporary folder can be made ({error}): set TMPDIR to a folder that you can write"
+            f"no temporary folder can be created ({error}): set TMPDIR to a folder that you can write to"
         ) from error
     with folder as name:
         yield Path(name)
 
 
 def cut_torn_line(path: str | os.PathLike[str]) -> None:
-    """Remove the last line of a plain file if the line is incomplete, as after a write to a full disk."""
+    """Remove a plain file's last line if it is incomplete, as after a write to a full disk."""
     with contextlib.suppress(OSError):
         if is_plain(path):
             with open(path, "rb+") as file:
@@ -213,16 +213,16 @@ def cut_torn_line(path: str | os.PathLike[str]) -> None:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the folders that do not exist yet among `path` and its parents, the deepest first."""
+    """Return the folders that don't exist yet, among `path` and its parents, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def make_folder(path: str | os.PathLike[str]) -> list[Path]:
-    """Make a folder if it is missing, and test that it can be written. Return the new folders, the deepest first.
+    """Create a folder if it is missing, and test that it is writable. Return the new folders, the deepest first.
 
     Raises:
-        OSError, ValueError, RecursionError: the folder cannot be made or written. A ValueError means that its name is
-            impossible. The new folders are removed again.
+        OSError, ValueError, RecursionError: the folder can't be created or written (ValueError: its name is
+            impossible). New folders are removed again.
     """
     folder, made = Path(path), []
     try:
@@ -237,17 +237,17 @@ def make_folder(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_folders(made: Iterable[Path]) -> None:
-    """Remove the folders that `make_folder` made, if they are empty."""
+    """Remove the folders that `make_folder` created, if they are empty."""
     for folder in made:
         with contextlib.suppress(OSError, ValueError):
             folder.rmdir()
 
 
 def new_folder(out: str | os.PathLike[str], name: str) -> Path:
-    """Make and return the folder `<out>/<name>-<time>`, with a number at the end if that name exists.
+    """Create and return the folder `<out>/<name>-<time>`, with a number at the end if that name exists.
 
     Raises:
-        ArgumentError: the folder cannot be made. New parent folders are removed again.
+        ArgumentError: the folder can't be created. New parent folders are removed again.
     """
     out, base = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     above: list[Path] = []
@@ -263,5 +263,5 @@ def new_folder(out: str | os.PathLike[str], name: str) -> Path:
     except (OSError, ValueError) as error:
         remove_folders(above)
         raise ArgumentError(
-            f"out={os.fspath(out)!r} cannot be written ({getattr(error, 'strerror', error)}): give another folder"
+            f"out={os.fspath(out)!r} cannot be written ({getattr(error, 'strerror', error)}): pass another folder"
         ) from error

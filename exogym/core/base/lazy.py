@@ -1,6 +1,6 @@
 """Import a package's names at their first use (PEP 562), so that importing the package is fast.
 
-A package writes its imports once, where type checkers and editors read them:
+A package lists its imports once, where type checkers and editors read them:
 
     if TYPE_CHECKING:
         from exogym.trainer import LocalTrainer
@@ -24,8 +24,8 @@ from exogym.core.base.retired import retired
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's or module's `__getattr__` and `__dir__`, for the names it imports under `TYPE_CHECKING`.
 
-    The package's modules are also imported at their first use: `exogym.errors` works after `import exogym`. If the
-    module imports `*` from rooms, it has all their names. A name is sought in the last room first.
+    The package's modules are also imported at their first use, so `exogym.errors` works after `import exogym`. If the
+    module imports `*` from several packages, it has all their names; the last package is searched first.
 
     >>> getattr_, dir_ = lazily("exogym")
     >>> getattr_("load_model").__module__, "LocalTrainer" in dir_()
@@ -38,7 +38,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     >>> exogym.progress.readable_bytes.__module__, "warn" in dir(exogym.progress)
     ('exogym.core.progress', True)
 
-    A retired name is an ImportError: see `absent`.
+    A retired name raises ImportError: see `absent`.
     """
     module = sys.modules[package]
     imports = [
@@ -77,11 +77,11 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
 def absent(module: str, name: str) -> NoReturn:
-    """Raise the error of a name that a module does not have: a module's `__getattr__` calls it.
+    """Raise the error for a name that a module doesn't have. A module's `__getattr__` calls this function.
 
     Raises:
-        ImportError: the name is retired; the message says what to use instead. With an AttributeError, Python would
-            replace the message if the name was imported from the module.
+        ImportError: the name is retired, and the message says what to use instead. (Python would replace an
+            AttributeError's message if the name was imported from the module.)
         AttributeError: the module never had the name.
     """
     if not name.startswith("__") and (instead := retired(name, module)) is not None:  # Python asks for __path__

@@ -1,19 +1,19 @@
 """Folder locks: only one run at a time uses a folder. A lock file in the folder names the process that holds it.
 
-A process creates the complete lock file as a hard link. If several processes try at once, one succeeds, also on network
-file systems. On a file system without hard links, the process creates the lock file exclusively instead. Processes on
-one machine try one after another: each first gets the operating system's lock on the folder, which ends with the
-process. Otherwise a slow process that has read a dead holder's file could remove the file of the process that came
-after. On network file systems without such locks this remains possible.
+A process creates the complete lock file as a hard link. If several processes try at once, exactly one succeeds, also on
+network file systems. On a file system without hard links, the process creates the lock file exclusively instead.
+Processes on one machine try one after another: each first acquires the operating system's lock on the folder, which
+ends with the process. Otherwise a slow process that has read a dead holder's file could remove its successor's file. On
+network file systems without such locks, this remains possible.
 
-The lock file records the holder's machine, the machine's last start, the process number and the process's start. So
-other processes on the same machine can check at once whether the holder is dead. Processes on other machines check the
-holder's heartbeat, which is the lock file's modification time. They compare this time with the modification time of a
-new file, so that only the file system's clock counts. The training loop renews the heartbeat while it makes progress.
-No separate thread does this, because a thread would continue in a run that hangs.
+The lock file records the holder's machine, the machine's last start, the process number and the process's start. Other
+processes on the same machine can therefore check immediately whether the holder is dead. Processes on other machines
+check the holder's heartbeat, which is the lock file's modification time. They compare it with the modification time of
+a new file, so that only the file system's clock counts. The training loop itself renews the heartbeat while it makes
+progress, because a separate thread would continue in a run that hangs.
 
-A run without heartbeats can lose its folder to another run. The run checks its lock before it writes, and ends if it
-has lost the folder.
+A run without heartbeats can lose its folder to another run, so it checks its lock before it writes, and ends if the
+folder is lost.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from exogym.errors import ArgumentError
 LOCK = ".lock"
 BEAT_S, STALE_S = 15.0, 1800.0  # seconds between heartbeats; seconds of silence after which a remote holder is dead
 TRIES = 20
-TURN_S = 30.0  # seconds that a process waits for its turn to lock a folder
+TURN_S = 30.0  # seconds for which a process waits for its turn to lock a folder
 _held: set[str] = set()  # tokens of this process's locks
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a folder, as its lock file describes it. The defaults stand for an unreadable lock file.
+    """The process that holds a folder, as described by its lock file. The defaults stand for an unreadable file.
 
     Attributes:
-        run: a text that identifies the run. If a run restarts, its new process has the same text.
+        run: a text that identifies the run, also after a restart.
         token: a random text that identifies this lock.
         machine: identifies the scope in which process numbers are unique: the machine, or a container on it.
         system: identifies the installed operating system; "" if unknown.
@@ -84,7 +84,7 @@ class Lock:
         self._due = time.monotonic() + BEAT_S
 
     def beat(self) -> None:
-        """Renew the lock's heartbeat, if the last renewal was `BEAT_S` or more seconds ago."""
+        """Renew the lock's heartbeat if the last renewal was at least `BEAT_S` seconds ago."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + BEAT_S
             with contextlib.suppress(OSError):  # the next write will show the error
@@ -100,8 +100,8 @@ class Lock:
             other = _holder(self.path)
             who = "nobody" if other is None else f"process {other.pid} on {other.host}"
             raise OSError(
-                f"this run has lost its folder; {who} holds it now. The run was silent for over {STALE_S:g} s, or "
-                f"{self.path.name} was removed. This run writes nothing more there, so that two runs do not mix"
+                f"this run has lost its folder, which {who} holds now, because the run was silent for over "
+                f"{STALE_S:g} s or {self.path.name} was removed. It stops writing there, so that the runs don't mix"
             )
 
     def release(self) -> None:
@@ -114,7 +114,7 @@ class Lock:
 
 
 def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
-    """Lock `folder` for the run `run`. If a dead process or the same run holds a lock, the new lock replaces it.
+    """Lock `folder` for the run `run`, replacing a lock of a dead process or of the same run.
 
     `what` is the name of the user's argument, for error messages.
 
@@ -139,7 +139,7 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
                     raise _in_use(path, other, age_s, what)
                 _clear(path, other, beside)
         raise ArgumentError(
-            f"{what}={str(folder)!r}: several runs tried to lock it at the same time. Give each run its own folder"
+            f"{what}={str(folder)!r}: several runs tried to lock this folder at the same time. Use one folder per run"
         )
     except OSError as error:
         raise ArgumentError(f"{what}={str(folder)!r} cannot be written: {error}; choose another folder") from error
@@ -152,8 +152,10 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
 
 @contextlib.contextmanager
 def _turn(folder: Path) -> Iterator[int]:
-    """Wait until no other process on this machine is in `acquire` for `folder`. Yield how often to try: not at all
-    if it is still another process's turn after `TURN_S` seconds."""
+    """Wait until no other process on this machine is in `acquire` for `folder`.
+
+    Yield how often to try: 0 if another process still has its turn after `TURN_S` seconds.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     until, tries = time.monotonic() + TURN_S, TRIES
     try:
@@ -171,18 +173,18 @@ def _turn(folder: Path) -> Iterator[int]:
         yield tries
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork has the descriptor, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process has the descriptor, too
         os.close(descriptor)
 
 
 def _place(path: Path, beside: Path, holder: Holder) -> bool:
-    """Put the holder's file at `path` if that is free, and leave a copy at `beside`."""
+    """Put the holder's file at `path` if it doesn't exist, and leave a copy at `beside`."""
     text = json.dumps(asdict(holder)).encode()
     _write(beside, text, os.O_TRUNC)
     try:
         os.link(beside, path)
     except FileExistsError:
-        return os.stat(beside).st_nlink > 1  # made, although the answer was lost and the request repeated
+        return os.stat(beside).st_nlink > 1  # created, although the answer was lost and the request repeated
     except OSError:  # this file system has no links
         try:
             _write(path, text, os.O_EXCL)
@@ -201,7 +203,7 @@ def _write(path: Path, text: bytes, how: int) -> None:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Return the holder; None without a file. An unreadable file gives a `Holder` with defaults."""
+    """Return the holder, or None if there is no file. An unreadable file gives a `Holder` with defaults."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return Holder()
@@ -226,15 +228,15 @@ def _age_s(path: Path, beside: Path) -> float:
 
 
 def is_old(file: Path, now: Path) -> bool:
-    """Return whether `file` is so old that the process that last renewed it counts as dead.
+    """Return whether the process that last renewed `file` counts as dead by the file's age.
 
-    `now` is a file on the same file system that was touched a moment ago.
+    `now` is a file on the same file system that has just been touched.
     """
     return os.lstat(now).st_mtime - os.lstat(file).st_mtime > STALE_S
 
 
 def _clear(path: Path, other: Holder, beside: Path) -> None:
-    """Remove the file of `other`. If a newer file was taken by mistake, put it back."""
+    """Remove the file of `other`, and put it back if it turns out to be a newer file."""
     old = beside.with_name(f"{beside.name}.old")
     try:
         os.rename(path, old)

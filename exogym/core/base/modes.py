@@ -1,7 +1,7 @@
-"""Training and evaluation mode, of each submodule of a model on its own.
+"""Training and evaluation mode of a model's individual submodules.
 
-`model.train()` puts all submodules into training mode, also those that the user keeps in evaluation mode (a frozen
-BatchNorm, a frozen backbone with dropout). So ExoGym calls it through these functions only.
+`model.train()` puts all submodules into training mode, even those that the user keeps in evaluation mode (a frozen
+BatchNorm, a frozen backbone with dropout), so ExoGym calls it only through these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def kept_modes(model: nn.Module) -> Iterator[None]:
-    """A context at whose exit each submodule of `model` gets its own mode back.
+    """A context that restores the mode of each submodule of `model` at its end.
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
     >>> with kept_modes(model):
@@ -26,24 +26,23 @@ def kept_modes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        model.train(modes[0][1])  # modules may do more in a train() of their own
+        model.train(modes[0][1])  # modules may override train()
         for module, training in modes:
             module.training = training
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A context with the whole model in evaluation mode. At the exit each submodule gets its own mode back."""
+    """A context in which the whole model is in evaluation mode. Each submodule's mode is restored at the end."""
     with kept_modes(model):
         model.eval()
         yield
 
 
 def start_training(model: nn.Module) -> list[str]:
-    """Put the model into training mode. Submodules in evaluation mode stay there, unless the whole model is in it.
+    """Put the model into training mode, except submodules in evaluation mode, unless the whole model is in it.
 
-    Return the names of the submodules that stay in evaluation mode only for this reason, without what they contain. The
-    model itself is "".
+    Return the names of the outermost submodules that therefore stay in evaluation mode. The model itself is "".
 
     >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
     >>> start_training(model)
@@ -67,6 +66,6 @@ def start_training(model: nn.Module) -> list[str]:
 
 
 def normalizes(model: nn.Module) -> bool:
-    """Return whether the model has a batch normalization that is in training mode."""
+    """Return whether the model has a batch normalization in training mode."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return any(isinstance(module, kinds) and module.training for module in model.modules())

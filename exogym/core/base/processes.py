@@ -1,4 +1,4 @@
-"""Identify a process. Its number alone is not enough: the system reuses numbers, also after a restart.
+"""Identify a process. Its number is not enough, because the system reuses numbers, also after a restart.
 
 `lines_from_parent` binds a process to the process that started it.
 """
@@ -30,7 +30,7 @@ def identity() -> tuple[str, str, str]:
 
 
 def started(pid: int) -> str | None:
-    """Return a text for the start time of process `pid`; None if the process has ended.
+    """Return a text that identifies the start of process `pid`, or None if the process has ended.
 
     A later process with the same number has another text.
     """
@@ -56,7 +56,7 @@ def described(pid: int | None = None) -> dict[str, Any]:
 
 
 def is_alive(known: dict[str, Any]) -> bool | None:
-    """Return whether the process that `described` returned is alive; None if this machine cannot know.
+    """Return whether the process that `described` returned is alive, or None if this machine can't know.
 
     >>> is_alive(described()), is_alive(described() | {"started": "1"}), is_alive(described() | {"machine": "other"})
     (True, False, None)
@@ -71,8 +71,8 @@ def is_alive(known: dict[str, Any]) -> bool | None:
 def lines_from_parent() -> queue.SimpleQueue[str]:
     """Return the lines that the parent writes to this process's standard input, as they arrive.
 
-    When the input closes, this process ends at once. If only the parent has the other end of the pipe, the process ends
-    with its parent, also if the parent is killed.
+    When the input closes, this process ends immediately. If only the parent has the other end of the pipe, this process
+    ends with its parent, even if the parent is killed.
     """
     lines = queue.SimpleQueue[str]()
 

@@ -1,13 +1,13 @@
 """A process's pulse: a counter that shows other processes its progress.
 
-The training loop itself increases the counter (`beat`). A separate thread would continue to count in a process that
-hangs. The pulse also holds the process's activity, which decides how long the counter may stay the same.
+The training loop itself increments the counter (`beat`), because a separate thread would continue to count in a process
+that hangs. The pulse also holds the process's activity, which determines how long the counter may stay the same.
 
-A thread that works beside the training loop has its own pulse (`of_thread`), so that it does not count for the loop. If
+A thread that works alongside the training loop has its own pulse (`of_thread`), which doesn't count for the loop. If
 the loop waits for this thread, the process's pulse follows the thread's pulse (`wait_for`).
 
-`exogym.core.engine.hangs` reads pulses, also in a process that imports no torch. So this file imports the standard
-library only.
+`exogym.core.engine.hangs` reads pulses, also in a process that doesn't import torch, so this file imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _thread = threading.local()  # `words`: the pulse of a thread that has its own
 
 
 def _own() -> memoryview:
-    """Return the pulse that this thread's progress counts for."""
+    """Return the pulse for which this thread's progress counts."""
     return getattr(_thread, "words", _words)
 
 
@@ -44,7 +44,7 @@ def beat() -> None:
 
 
 def step_taken() -> None:
-    """Count a training step or a part of a step. The first call ends the longer time limit for the first step."""
+    """Count a training step or a part of one. The first call ends the first step's longer time limit."""
     words = _own()
     words[0] += 1
     if words[1] == STARTING:
@@ -82,7 +82,7 @@ def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_thread(words: memoryview) -> Iterator[None]:
-    """A context in which this thread's progress counts for the pulse `words`, and not for the process's pulse."""
+    """A context in which this thread's progress counts for the pulse `words` instead of the process's pulse."""
     words[1] = BETWEEN
     _thread.words = words
     try:
@@ -92,9 +92,9 @@ def of_thread(words: memoryview) -> Iterator[None]:
 
 
 def wait_for(done: threading.Event, words: memoryview, most_s: float = math.inf) -> bool:
-    """Wait until a thread with the pulse `words` sets `done`, but at most `most_s` seconds. Return whether it did.
+    """Wait at most `most_s` seconds until a thread with the pulse `words` sets `done`. Return whether it did.
 
-    Meanwhile this process's pulse follows the thread's pulse: its activity and its progress.
+    In the meantime, this process's pulse follows the thread's activity and progress.
     """
     until, seen = time.monotonic() + most_s, -1
     with at(BETWEEN):

@@ -1,4 +1,4 @@
-"""Names that earlier versions had: an argument, an option or an import, and what to use instead of it."""
+"""Retired names: arguments, options and imports of earlier versions, and what to use instead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PLACED = ("reduction", "overlap", "hang_s", "max_restarts", "client_state_memor
 _LAUNCHED = "give nnodes= and node_rank=: the launches join, and their ranks count on"
 _ASKED = "a server asks client_fraction of the clients, and Faults(trace=...) says which of them are available"
 
-# "where.name" or, if it was taken in many places, "name" -> what to do instead. An option of a command stands here by
-# its argument's name: --target-loss as target_loss.
+# "where.name" or, if many functions accepted it, "name" -> what to do instead. Options of commands have the names of
+# their arguments: --target-loss is target_loss.
 RETIRED: dict[str, str] = {
     **dict.fromkeys(("advise.pilot", "advise.Piloted", "advise.prior", "wizard.pilot"), _PILOT),
     **dict.fromkeys(("advise.price",), _MONEY),
@@ -180,7 +180,7 @@ MOVED: dict[str, str] = {
 
 
 class MovedModules(importlib.abc.MetaPathFinder):
-    """The last finder of modules: it names the new path of a module that moved."""
+    """The last module finder, which reports the new path of a moved module."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Find nothing.
@@ -196,7 +196,7 @@ sys.meta_path.append(MovedModules())
 
 
 def retired(name: str, where: str = "") -> str | None:
-    """Return what to use instead of a name that was taken in a place, or None if the name is not retired.
+    """Return what to use instead of a name that `where` accepted, or None if the name is not retired.
 
     >>> retired("judge", "advise"), retired("judge", "compare")
     ('it is retired: a clone of the project has python -m research judge', None)
@@ -205,7 +205,7 @@ def retired(name: str, where: str = "") -> str | None:
     return None if found is None else f"it is retired: {found}"
 
 
-DEFAULTS = {"min_reports": 1, "buffers": "maintain"}  # of retired options whose defaults are neither None, 0 nor False
+DEFAULTS = {"min_reports": 1, "buffers": "maintain"}  # defaults of retired options that are neither None, 0 nor False
 
 
 def is_default(name: str, value: Any) -> bool:
@@ -221,7 +221,7 @@ def is_default(name: str, value: Any) -> bool:
 
 
 def is_same(name: str, before: Any, now: Any) -> bool:
-    """Return whether the option `name` of a saved run has its value of now. Whole step times had no unit before.
+    """Return whether the option `name` of a saved run has its current value. Whole step times used to have no unit.
 
     >>> is_same("step_seconds", ["80", 0.5], ["80s", 0.5]), is_same("step_seconds", 20, "20ms"), is_same("H", 5, 5)
     (True, False, True)

@@ -1,10 +1,10 @@
 """Random streams: every random choice is a function of (seed, purpose, ids), never of earlier choices.
 
-A stream is named by the run's seed, the purpose ("shuffle", "dropout", "sparta", ...) and whole numbers such as step
-and node. Two processes that ask for the same stream get the same numbers. So nodes can make the same random choice
-without sending bytes, and neither placement nor resuming changes a random number.
+A stream is identified by the run's seed, the purpose ("shuffle", "dropout", "sparta", ...) and whole numbers such as
+step and node. Processes that use the same stream get the same numbers, so nodes can make the same random choice without
+sending bytes, and neither placement nor resuming changes a random number.
 
-Commands without torch use this file, so only functions that need torch import it.
+Commands that don't load torch use this file, so only the functions that need torch import it.
 """
 
 from __future__ import annotations

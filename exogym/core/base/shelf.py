@@ -1,12 +1,12 @@
 """A key-value store with torch's interface, over authenticated connections.
 
-torch's own `TCPStore` answers anybody who reaches its port. Here requests and answers are lines of JSON, on a
+torch's own `TCPStore` answers anybody who can reach its port. Here, requests and answers are lines of JSON on a
 connection that a door (`exogym.machines.launch.door`) has accepted:
 
     {"say": "store", "id", "do": "set" | "add" | "get" | "check" | "delete" | "swap" | "count", "keys": [...], ...}
     {"hear": "store", "id", "is": the answer}
 
-Values travel as base64. The answer to a "get" comes when all its keys exist.
+Values are encoded as base64. A "get" is answered once all its keys exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SENSELESS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 
 class Shelf(Generic[Who]):
-    """Holds a store's keys and values, and answers requests. It uses no sockets.
+    """Hold a store's keys and values, and answer requests. This class uses no sockets.
 
     >>> shelf = Shelf()
     >>> shelf.take("a", {"id": 7, "do": "get", "keys": ["x"]})
@@ -124,7 +124,7 @@ class LineStore(dist.Store):
             asked.set_result(said["is"])
 
     def fail(self, why: str) -> None:
-        """Mark the connection as lost. Waiting calls and later calls raise an error with the reason `why`."""
+        """Mark the connection as lost, so that waiting and later calls raise an error with the reason `why`."""
         with self._lock:
             self._failed = self._failed or why
             lost, self._open = list(self._open.values()), {}

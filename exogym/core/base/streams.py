@@ -1,4 +1,4 @@
-"""Write output without ending the run, even if a standard stream is closed, broken, or cannot encode a character."""
+"""Write output without ending the run even if a standard stream is closed, broken, or can't encode a character."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 BROKEN_PIPE = 141  # exit status when nobody reads stdout any more: 128 + SIGPIPE, as in other commands
-GONE = (errno.EPIPE, errno.EIO)  # nobody reads it any more, or its terminal was closed
+GONE = (errno.EPIPE, errno.EIO)  # it has no reader any more, or its terminal was closed
 
 
 def printable(text: str) -> str:
-    """Return a text in which "?" replaces each control character. A terminal would execute such characters.
+    """Return a text in which "?" replaces each control character, which a terminal would execute.
 
     >>> printable("loss\\x1b[2Jgone")
     'loss?[2Jgone'
@@ -57,7 +57,7 @@ STDERR: Any = Stderr()  # the current `sys.stderr`, as a file that raises no err
 
 
 def _leave(stream: Any, error: BaseException) -> None:
-    """Redirect a lost standard stream to the null device. Later writes and Python's exit then succeed."""
+    """Redirect a lost standard stream to the null device, so that later writes and Python's exit succeed."""
     if isinstance(error, OSError) and error.errno in GONE and stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -66,7 +66,7 @@ def _leave(stream: Any, error: BaseException) -> None:
 
 
 def is_stdout_gone() -> bool:
-    """Return whether nobody reads stdout any more, as after `| head`. If so, redirect stdout to the null device."""
+    """Return whether stdout has no reader any more, as after `| head`, and redirect it to the null device if so."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -76,10 +76,9 @@ def is_stdout_gone() -> bool:
 
 
 def fill_in() -> None:
-    """Open the null device for each standard stream that this process lacks.
+    """Open the null device for each missing standard stream.
 
-    Otherwise the next opened files would get these streams' numbers, and libraries would write error messages into the
-    files.
+    Otherwise the next opened files would get the streams' numbers, and libraries would write error messages into them.
     """
     for number in range(3):
         try:
@@ -93,14 +92,14 @@ def fill_in() -> None:
 
 
 def replace_letters() -> None:
-    """Let stdout print "?" for a character that its encoding lacks, instead of raising an error."""
+    """Make stdout print "?" for characters that its encoding doesn't have, instead of raising an error."""
     stream: Any = sys.stdout
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Flush stdout and stderr. A fork would write their buffered text a second time."""
+    """Flush stdout and stderr, because a fork would write buffered text a second time."""
     STDERR.flush()
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()

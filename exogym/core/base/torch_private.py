@@ -67,7 +67,7 @@ def norms(tensors: Tensors) -> Tensors:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how many in-place writes to `tensor`, or to other views of its memory, autograd has counted."""
+    """Return autograd's count of in-place writes to `tensor` and other views of its memory."""
     return tensor._version
 
 
@@ -97,7 +97,7 @@ def strided_parts(x: Tensor) -> list[Tensor]:
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict of `module`'s own parameters, by attribute name.
 
-    `module` uses any parameter that a caller puts into this dict.
+    The module uses any parameter that a caller puts into this dict.
     """
     return module._parameters
 
@@ -105,7 +105,7 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the dict of `module`'s own buffers, by attribute name.
 
-    `module` uses any buffer that a caller puts into this dict.
+    The module uses any buffer that a caller puts into this dict.
     """
     return module._buffers
 
@@ -152,10 +152,10 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagr
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
-    """Return whether the steps of the optimizers in `FUSED` are right for `parameters` with torch's fused kernels.
+    """Return whether torch's fused kernels are correct for `parameters` and the optimizers in `FUSED`.
 
-    On the CPU they are right only in fp32 and fp64: in half precision the fused SGD of torch 2.13 does not update
-    elements that fill a whole SIMD vector.
+    On the CPU they are correct only in fp32 and fp64: in half precision, torch 2.13's fused SGD doesn't update elements
+    that fill a whole SIMD vector.
     """
     wide = (torch.float32, torch.float64)
     return all(
@@ -172,10 +172,9 @@ def is_torchs(cls: type[Optimizer]) -> bool:
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return the optimizer's step function, without torch's wrappers if the optimizer is torch's or ExoGym's.
 
-    The wrappers stay if this optimizer or the class `Optimizer` has hooks, or a scheduler counts steps. The outer
-    wrapper calls hooks and the profiler (11 us a call). The inner wrapper switches gradients off; the returned step
-    does so too. The inner wrapper also imports torch's compiler, only to switch the compiler off. This takes a second
-    when a process starts.
+    The wrappers stay if this optimizer or the class `Optimizer` has hooks, or if a scheduler counts steps. The outer
+    wrapper calls hooks and the profiler (11 us a call). The inner wrapper disables gradients, as the returned step
+    does, and imports torch's compiler only to disable it, which takes a second when a process starts.
     """
     if not is_torchs(type(optimizer)):
         return optimizer.step
@@ -248,7 +247,7 @@ _OF_OPTIMIZERS = {
 def end_workers(batches: Any) -> None:
     """End the worker processes of `batches`, a DataLoader's iterator, at once.
 
-    This also works while an error's traceback keeps the iterator alive, or while a worker hangs in the data set.
+    This works even while an error's traceback keeps the iterator alive, or a worker hangs in the data set.
     """
     batches._shutdown_workers()
     for worker in batches._workers:

@@ -1,4 +1,4 @@
-"""In which order rows travel between nodes, if a node gives and takes one row at a time."""
+"""The order in which rows are sent between nodes if a node sends and receives one row at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Link = tuple[int, int]  # giver, taker
 
 
 def turns_of(links: Iterable[Link]) -> list[list[Link]]:
-    """Divide links into turns: in a turn each node gives at most one row, and takes at most one row.
+    """Divide links into turns in which each node sends at most one row and receives at most one row.
 
-    Each link joins the first turn that has room. So pairs that swap rows need one turn, and d neighbors need at most
-    2 d - 1 turns, in most graphs d or d + 1.
+    Each link is put into the first turn that has room, so pairs that swap rows need one turn, and d neighbors need at
+    most 2 d - 1 turns, in most graphs d or d + 1.
 
     >>> turns_of([(0, 1), (1, 0), (2, 3), (3, 2)])
     [[(0, 1), (1, 0), (2, 3), (3, 2)]]

@@ -1,9 +1,9 @@
-"""Virtual time: how long each node computes, waits and sends, on a given network.
+"""Virtual time: how long each node computes, waits and sends on a given network.
 
 `Clock` keeps every node's time. `StepTime` holds a step's duration. `flops_of` and `Device` turn work into seconds.
 `Span` and `save_spans` show when each node computed, sent and waited.
 
-The example computes the seconds of a step with 1e9 operations, on a device that you define:
+This example computes the seconds of a step of 1e9 operations on a device that you define:
 
 >>> import json, tempfile
 >>> from pathlib import Path

@@ -1,11 +1,11 @@
 """The virtual clock: each node's time on a given network.
 
-Time is counted in whole nanoseconds, so that sums do not depend on their order. Ten calls of one step end at the same
+Time is counted in whole nanoseconds, so that sums don't depend on their order: ten calls of one step end at the same
 time as one call of ten steps. For each node
 
     time = computing + waiting + sending
 
-Here "waiting" is the time in which the node waits for other nodes, and "sending" is its time in collectives.
+where "waiting" is the time for which the node waits for other nodes, and "sending" is its time in collectives.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ class _Flight:
 class Clock:
     """Keep each node's virtual time.
 
-    `advance` adds the time of local steps. `event` carries out a collective of the communicator: its members end at the
-    latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
-    ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
-    starts later.
+    `advance` adds the time of local steps. `event` adds a collective of the communicator, which ends for all members at
+    the latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin`
+    and ends at `wait`. A node's network line carries one collective at a time, so if the line is busy, the next
+    collective starts later.
 
-    A server's line, too, carries one message at a time, each way. Pushes and pulls wait for the messages that began
-    before them. If messages shared the line instead, each new one would move the ends of all others; the rate of a full
-    line is the same.
+    A server's line also carries one message at a time in each direction, and pushes and pulls wait for earlier
+    messages. (Sharing the line would delay all messages whenever one is added; the rate of a full line is the same.)
 
     Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
     without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
@@ -102,7 +101,7 @@ class Clock:
         for name, given in (("network", self.network.num_nodes), ("step_seconds", self.step_time.num_nodes)):
             if given is not None and given != num_nodes:
                 raise ArgumentError(
-                    f"{name} is for {given} nodes, but the clock is for {num_nodes}: give {name} for {num_nodes} nodes"
+                    f"{name} is for {given} nodes, but the clock is for {num_nodes}: pass {name} for {num_nodes} nodes"
                 )
         self._timeline = Timeline() if timeline else None
         self._ticks = np.zeros(num_nodes, dtype=np.int64)
@@ -129,15 +128,15 @@ class Clock:
 
         Args:
             counts: a number of steps for all nodes, or (N,) numbers.
-            measured_s: the measured time of all these steps of a node together in seconds, a number or (N,). It
-                replaces the clock's step time.
+            measured_s: the measured total time of a node's `counts` steps in seconds, a number or (N,), which replaces
+                the clock's step time.
 
         Raises:
             ArgumentError: a count is negative, or `counts` is for another number of nodes.
         """
         counts = np.asarray(counts, dtype=np.int64)
         if counts.shape not in ((), (self.num_nodes,)) or counts.min() < 0:
-            raise ArgumentError(f"counts={counts.tolist()} must be at least 0, one number or one for each node")
+            raise ArgumentError(f"counts={counts.tolist()} must be at least 0: one number, or one per node")
         counts = np.broadcast_to(counts, self.num_nodes)
         if measured_s is None:
             work = self.step_time.ticks(self.steps, counts)
@@ -154,11 +153,11 @@ class Clock:
         self.steps = self.steps + counts
 
     def event(self, event: Event) -> None:
-        """Carry out a collective: its members wait for the latest member, and then for the collective's cost.
+        """Add a collective: its members wait for the latest member, and then for the collective's cost.
 
-        If the event has a `flight` (a number), the collective only starts. Its members wait for the collective at a
-        later event of the kind "arrive" with the same `flight`. The collective's copies and sums take their processor
-        until then, if the network has a `memory`. A relay takes no node's time: see `relay`.
+        If the event has a `flight` (a number), the collective only starts, and its members wait for it at a later event
+        of kind "arrive" with the same `flight`. If the network has a `memory`, the collective's copies and sums take
+        processor time until then. A relay takes no node's time: see `relay`.
         """
         if event.algorithm == "relay":
             return
@@ -175,9 +174,9 @@ class Clock:
                 self.wait(handle)
 
     def relay(self, event: Event, start: int) -> int:
-        """Return the tick at which a message between two servers ends that begins at the tick `start`.
+        """Return the tick at which a message between two servers ends if it begins at the tick `start`.
 
-        The message occupies no node and no node's line. Its bytes count for the event's member.
+        The message occupies neither nodes nor their lines. Its bytes count for the event's member.
         """
         members = list(event.members)
         start = self._served(event, start)
@@ -190,7 +189,7 @@ class Clock:
     def begin(self, event: Event) -> int:
         """Start a collective while its members keep computing, and return a handle for `wait`.
 
-        The collective starts when all members have made this call, and their lines are free.
+        The collective starts when all members have made this call and their lines are free.
         """
         members = self._members(event.members)
         start: Any
@@ -210,7 +209,7 @@ class Clock:
         return handle
 
     def agree(self, times: int = 1) -> None:
-        """Add the time of `times` agreements, in which all nodes exchange a few bytes (`network.message_s` each).
+        """Add the time of `times` agreements on a few bytes between all nodes (`network.message_s` each).
 
         On several hosts the processes agree before they communicate, and again to collect the losses.
         """
@@ -221,8 +220,8 @@ class Clock:
     def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
         """Make `nodes` (by default all) wait until the latest node's time, and at least until `until_s`.
 
-        A server's round ends in this way. Nodes that did not take part wait, too, because they get the next parameters
-        only after the round.
+        A server's round ends in this way. Nodes that did not take part also wait, because they receive the next
+        parameters only after the round.
 
         >>> clock = Clock(2, "1Gbps", 0.01)
         >>> clock.advance(np.array([5, 0]))
@@ -245,7 +244,7 @@ class Clock:
             ArgumentError: no running collective has this handle.
         """
         if handle not in self._flights:
-            raise ArgumentError(f"handle={handle!r} is no running collective; running: {sorted(self._flights)}")
+            raise ArgumentError(f"handle={handle!r} is not a running collective; running: {sorted(self._flights)}")
         self._arrive(self._flights.pop(handle))
 
     def _arrive(self, flight: _Flight) -> None:
@@ -315,7 +314,7 @@ class Clock:
             ArgumentError: the clock keeps no timeline.
         """
         if self._timeline is None:
-            raise ArgumentError("this clock keeps no timeline: make it with Clock(..., timeline=True)")
+            raise ArgumentError("this clock keeps no timeline: create it with Clock(..., timeline=True)")
         return self._timeline.spans
 
     # Checkpoints
@@ -346,8 +345,8 @@ class Clock:
         """
         if len(state["ticks"]) != self.num_nodes:
             raise ArgumentError(
-                f"the state is for {len(state['ticks'])} nodes, but the clock is for {self.num_nodes}: "
-                "give both the same number of nodes"
+                f"the state is for {len(state['ticks'])} nodes, but the clock is for {self.num_nodes}: use the same "
+                "number of nodes"
             )
         for name in ROWS:
             setattr(self, name, state[name.strip("_")].numpy().copy())
@@ -380,22 +379,22 @@ class Clock:
         return ids
 
     def _seconds(self, event: Event, start: Any, members: Any) -> float:
-        """Return a collective's seconds. Its `start` in ticks matters if connections start slowly."""
+        """Return a collective's seconds, which depend on its `start` in ticks if connections start slowly."""
         used = int(self._line_free[members].max()) if self.network.tcp else 0
         idle_s = float(np.max(start)) / TICKS_PER_S - used / TICKS_PER_S if used else math.inf
         return self.network.seconds(event, self.events, idle_s)
 
     def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
-        """Return (members,) when each member of a mix can start: when all its own senders are ready."""
+        """Return when each member of a mix can start, (members,): once all its senders are ready."""
         starts = ready.copy()
         for giver, taker in event.links:
             starts[taker] = max(starts[taker], ready[giver])
         return starts[list(event.members)]
 
     def _served(self, event: Event, ready: int) -> int:
-        """Return when the line of a push's or pull's server can take it, from the tick `ready`, and occupy the line.
+        """Return when the server's line is free for a push or pull from the tick `ready` on, and occupy it.
 
-        A message that is ready before another may come here after it, so the line's free time counts, not its last end.
+        Messages may arrive here in another order than they are ready, so the line's gaps count, not only its last end.
         """
         if self.num_nodes == 1:
             return ready

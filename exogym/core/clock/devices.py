@@ -14,8 +14,8 @@ from exogym.core.base.devices import CPU
 from exogym.core.base.rng import preserved_state
 from exogym.errors import ModelError, check_choice, check_number
 
-# Default share of its peak that a device reaches in training: arXiv:2501.18512 assumes 40 % to 60 %,
-# INTELLECT-1 (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models stay far below: measure yours.
+# Default fraction of its peak that a device reaches in training: arXiv:2501.18512 assumes 40 % to 60 %, INTELLECT-1
+# (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models reach far less: measure yours.
 DEFAULT_UTILISATION = 0.4
 
 
@@ -53,10 +53,10 @@ def seconds_of(flops: float, device: str | Device = "h100", utilisation: float =
         flops: floating-point operations. A transformer's training step takes about 6 operations per parameter and
             token (Kaplan et al., arXiv:2001.08361).
         device: a name in `DEVICES`, or a `Device`.
-        utilisation: the share of its peak that the device reaches, over 0 and up to 1.
+        utilisation: the fraction of its peak that the device reaches, over 0 and up to 1.
 
     Raises:
-        ArgumentError: an unknown device, or a number out of range.
+        ArgumentError: the device is unknown, or a number is out of range.
 
     >>> round(seconds_of(6 * 1e9 * 8192, "a100"), 3)  # 1B parameters, 8192 tokens
     0.394
@@ -72,11 +72,11 @@ def seconds_of(flops: float, device: str | Device = "h100", utilisation: float =
 def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> int:
     """Count the floating-point operations of one training step, forward and backward.
 
-    Matrix products, convolutions and attention count. The function runs the step once on the model, and then restores
-    gradients, buffers and random state.
+    Counts matrix products, convolutions and attention. The function runs the step once, and then restores gradients,
+    buffers and random state.
 
     Args:
-        model: a module. Without `loss`, `model(batch)` must return the loss.
+        model: a module. Unless you pass `loss`, `model(batch)` must return the loss.
         batch: the batch of the step.
         loss: a function that is called as `loss(model, batch)` and returns a scalar.
 

@@ -1,11 +1,11 @@
-"""Compute how long a step takes: the same time for all steps, a time for each node, or a random time with stragglers.
+"""Compute how long steps take: a fixed time, a time per node, or a random time with stragglers.
 
 Node i's step t takes
 
     seconds_i * exp(sigma z - sigma^2 / 2) * (straggler_factor if u < straggler_share else 1)
 
-Here z is a normal and u a uniform random number. Both depend only on (seed, i, t). So a step's time depends neither on
-the process that runs the node nor on how many steps are taken at once. The factor with sigma has the mean 1.
+where z is a normal and u a uniform random number that depend only on (seed, i, t), so a step's time depends neither on
+the process that runs the node nor on the number of steps that are taken at once. The factor with sigma has the mean 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exogym.errors import ArgumentError, check_count, check_number, checked
 from exogym.network.units import parse_seconds
 
 TICKS_PER_S = 10**9
-MOST_DRAWS = 1 << 20  # at a time, to bound the memory
+MOST_DRAWS = 1 << 20  # per call, to bound the memory
 
 
 class StepTime:
@@ -30,8 +30,8 @@ class StepTime:
         seconds: seconds of a step, as a number, text such as "80ms", or one of these per node. A whole number of 10
             or more needs a unit, because it is rarely meant in seconds.
         speeds: relative speed of each node, over 0. A node with speed 0.5 takes twice as long.
-        sigma: how random a node's step times are. It is the standard deviation of their logarithm.
-        straggler_share: share of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
+        sigma: standard deviation of the logarithm of a node's step times.
+        straggler_share: fraction of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
             scale, CACM 56, 2013).
         straggler_factor: how many times as long a straggler's step takes, at least 1.
         seed: seed of the random times.
@@ -69,7 +69,7 @@ class StepTime:
                 raise ArgumentError(f"speeds={speeds!r} must be one number over 0 per node")
             if several and len(speed) != len(per_node):
                 raise ArgumentError(
-                    f"speeds is for {len(speed)} nodes, but seconds is for {len(per_node)}: give both for all nodes"
+                    f"speeds is for {len(speed)} nodes, but seconds is for {len(per_node)}: pass both for all nodes"
                 )
             per_node = per_node / speed
         check_number("sigma", sigma, least=0)
@@ -92,10 +92,10 @@ class StepTime:
         return not self.sigma and not self.straggler_share
 
     def for_work(self, work: np.ndarray) -> StepTime:
-        """Return the step time of nodes whose steps have more or less work.
+        """Return the step times for nodes whose steps have more or less work.
 
         Args:
-            work: (N,) each node's new work per step, divided by its old work. A 1 changes nothing.
+            work: each node's new work per step divided by its old work, (N,).
         """
         other = copy.copy(self)
         other.seconds = self.seconds * work
@@ -108,7 +108,7 @@ class StepTime:
         return np.broadcast_to(self.seconds, num_nodes) * late
 
     def ticks(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return (N,) nanoseconds: node i's time for its steps `first[i]` to `first[i] + counts[i] - 1`."""
+        """Return node i's nanoseconds for its steps `first[i]` to `first[i] + counts[i] - 1`, (N,)."""
         if self.is_fixed:
             return counts * self._fixed_ticks
         total = np.zeros(len(counts), dtype=np.int64)
@@ -133,7 +133,7 @@ class StepTime:
 
 
 def _uniform(key: np.uint64, nodes: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return two sets of numbers over 0 and up to 1, functions of (key, node, step): the halves of a 64-bit hash."""
+    """Return two sets of numbers over 0 and up to 1, from the halves of a 64-bit hash of (key, node, step)."""
     bits = _mix(_mix(nodes.astype(np.uint64) + key) ^ steps.astype(np.uint64))
     return ((bits >> np.uint64(32)) + 1.0) / 2**32, ((bits & np.uint64(0xFFFFFFFF)) + 1.0) / 2**32
 

@@ -68,7 +68,7 @@ class Timeline:
 
 
 def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
-    """Write a clock's spans, and each kind's mean share of the time, as JSON. The clock must keep a timeline."""
+    """Write a clock's spans, and each kind's mean share of time, as JSON. The clock must keep a timeline."""
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
     write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)

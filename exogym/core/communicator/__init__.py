@@ -1,15 +1,15 @@
 """The communicator: an algorithm's only access to other nodes.
 
-Every tensor has the row axis first. Row r of an argument is the value that node `ranks[r]` hands over. Row r of a
-result is the value that this node gets back. If all nodes get the same result, it is one row expanded to all rows
-(stride 0), so it takes one row's memory.
+The first axis of every tensor is the row axis: row r of an argument is the value that node `ranks[r]` passes, and row r
+of a result is the value that it gets back. A result that is equal for all nodes is one row expanded to all rows (stride
+0), so it takes one row's memory.
 
 The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... If one of two neighbors in the
-tree is absent, the other's value passes through unchanged. So the bits of a sum do not depend on which process holds
-which row.
+tree is absent, the other's value passes through unchanged. The bits of a sum therefore don't depend on which process
+holds which row.
 
 The communicator records each call as an `Event`. For each of the n members, the event has the payload S (the bytes that
-the member hands over), and the bytes that the member sends (tx) and receives (rx) under the named algorithm:
+the member passes) and the bytes that it sends (tx) and receives (rx) under the named algorithm:
 
     ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
     server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S

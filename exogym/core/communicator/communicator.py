@@ -16,7 +16,7 @@ from exogym.core.communicator.wire import ALONE, Columns, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
-TRANSPORTS = ("ring", "tree", "server")  # the paths of an all-reduce
+TRANSPORTS = ("ring", "tree", "server")  # transports of an all-reduce
 
 
 class Communicator(Moving):
@@ -28,13 +28,13 @@ class Communicator(Moving):
         wire: carries rows between processes, or None if this process holds all rows.
 
     Attributes:
-        present: ids that take part in calls without groups; all nodes by default.
-        weights: (num_nodes,) weights of the nodes in every mean whose call gives no weights. None means equal weights.
-        transport: the path of every all-reduce: "ring", "tree" or "server". If it is None, each call's `algorithm` is
-            the path. Bytes and time depend on the path; the result does not.
+        present: ids that take part in calls without `groups`; default: all nodes.
+        weights: (num_nodes,) weights of the nodes in every mean whose call passes no weights. None means equal weights.
+        transport: the transport of every all-reduce, "ring", "tree" or "server", or None to use each call's
+            `algorithm`. Bytes and time depend on it; the result doesn't.
         rule: robust rule that replaces every mean of parameters or gradients, or None. A wrapper of
             `exogym.contrib` sets it.
-        secure: computes means so that nobody sees a single node's values, or None. A wrapper sets it, too.
+        secure: computes means without revealing any single node's values, or None. It is also set by a wrapper.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -66,21 +66,21 @@ class Communicator(Moving):
         algorithm: str = "ring",
         expected: Groups | None = None,
     ) -> Tensor:
-        """Reduce `x` (rows, ...) over each group and give every member the result.
+        """Reduce `x` (rows, ...) over each group, with the result on every member.
 
         Args:
             op: "mean", "sum", "max" or "min".
-            groups: disjoint lists of global ids; one group of all present nodes by default.
+            groups: disjoint lists of global ids; default: one group of all present nodes.
             weights: (num_nodes,) weights of a weighted mean, normalized within each group. They replace the
                 communicator's `weights`.
             out: (rows, ...) tensor for the results; it may be `x` itself. Rows outside all groups stay unchanged.
-            algorithm: "ring", "tree" or "server": the algorithm whose bytes count, if the communicator has no
+            algorithm: "ring", "tree" or "server": the algorithm whose bytes are counted, if the communicator has no
                 `transport`.
-            expected: for each of `groups`, the members before some of them dropped out. Secure aggregation needs them.
+            expected: for each of `groups`, its members before any dropped out, which secure aggregation needs.
 
         Returns:
-            (rows, ...): the results. If one group has all nodes, the result is a single row, expanded to all rows.
-                Otherwise it is a full tensor, in which rows outside all groups keep their own values.
+            (rows, ...): the results. If one group has all nodes, they are a single row expanded to all rows; otherwise
+            a full tensor, in which rows outside all groups keep their values.
         """
         _check_op(op, x)
         apart = groups is not None
@@ -108,7 +108,7 @@ class Communicator(Moving):
                 collective, path = rule.collective if way != "server" else (kind, way)
                 self.record(collective, path, group, self._row_bytes(x))
             else:
-                # What is used at once cannot be on its way: rows are set here if not all nodes are members.
+                # If not all nodes are members, rows are set here, so the result can't be a pending transfer.
                 flight = self._flight if target is None else None
                 result = self._reduced(flat, group, op, share, not apart, flight)
                 self.record(kind, way, group, self._row_bytes(x))
@@ -128,7 +128,7 @@ class Communicator(Moving):
         return self.wire.columns if self.held is None else ALONE
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
-        """Return the (len(group),) weights of the nodes in a mean over `group`; their sum is 1.
+        """Return the weights of the nodes in a mean over `group`, (len(group),), which sum to 1.
 
         Returns None if the weights are equal, or if `op` is not "mean".
         """
@@ -140,22 +140,22 @@ class Communicator(Moving):
         Rules replace only means of parameters and gradients, not of buffers.
 
         Raises:
-            ArgumentError: the mean has weights. Robust rules allow no weights, because a bad node could claim any
+            ArgumentError: the mean has weights, which robust rules don't allow, because a bad node could claim any
                 weight.
         """
         if self.rule is None or op != "mean" or self._tag != "parameters":
             return None
         if share is not None:
             raise ArgumentError(
-                f"{self.rule} counts all nodes alike, but this mean has weights: give weighting='uniform'"
+                f"{self.rule} weights all nodes equally, but this mean has weights: pass weighting='uniform'"
             )
         return self.rule
 
     def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
-        """Begin the weighted sum of columns `start` to `stop` of `x` (1, F) over all nodes, in place. Return at once.
+        """Begin the weighted sum of columns `start` to `stop` of `x` (1, F) over all nodes, in place, without waiting.
 
-        The next `all_reduce(x, "mean")` waits for all sums that were begun on `x`, uses them for its result, and
-        records their bytes. The sums must cover all columns of `x`. The wire must support this (`Wire.begin`).
+        The next `all_reduce(x, "mean")` waits for all sums begun on `x`, which must cover all columns, uses them for
+        its result, and records their bytes. The wire must support `Wire.begin`.
         """
         share = self.share(range(self.num_nodes))
         if share is not None:
@@ -179,20 +179,20 @@ class Communicator(Moving):
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
         size: float | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """All-gather the packed `payload` of the present nodes, decode it, and reduce the values in the fixed tree.
+        """All-gather the present nodes' packed `payload`, decode it, and reduce the values in the fixed tree.
 
-        Use this call for packed values that cannot be summed on their way, such as sparse or quantized values.
+        Use it for packed values that can't be summed while they are sent, such as sparse or quantized values.
 
         Args:
             payload: a sequence of tensors (rows, ...).
             decode: function of the payload's tensors that returns the values, (rows, ...).
-            size: bytes of a node's payload, if the tensors are larger. For example, the last byte in each process of a
-                node may have unused bits. None means the tensors' bytes.
-            like: a row with the shape and dtype of decoded values. Without `like`, the call does not overlap with
+            size: bytes of a node's payload if the tensors are larger, for example because the last byte in each process
+                of a node has unused bits. None means the tensors' bytes.
+            like: a row with the shape and dtype of decoded values. If it is None, the call doesn't overlap with
                 computing.
 
         Returns:
-            (rows, ...): the reduced values, expanded to all rows. A row of an absent node gets its own decoded values.
+            (rows, ...): the reduced values, expanded to all rows. An absent node's row gets its own decoded values.
         """
         group, everyone = self.present, len(self.present) == self.num_nodes
         share = self.share(group, op)
@@ -208,7 +208,7 @@ class Communicator(Moving):
                 else rule.of(self.wire, flat, group, self._others)
             )
             reduced = mean.view(own.shape[1:])
-        else:  # the packed bytes travel, and every process decodes them
+        else:  # the packed bytes are sent, and every process decodes them
             packed = as_bytes(payload)
 
             def found(wire: Wire) -> Tensor:
@@ -229,9 +229,9 @@ class Communicator(Moving):
         return result
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
-        """Reduce all nodes' rows of `x` (rows, ...) and give the result to node `dst`.
+        """Reduce all nodes' rows of `x` (rows, ...), with the result on node `dst`.
 
-        Returns (rows, ...), in which all other rows keep their own values.
+        Returns (rows, ...), in which all other rows keep their values.
         """
         _check_op(op, x)
         self._member(dst)
@@ -244,7 +244,7 @@ class Communicator(Moving):
         return result
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `x` (rows, n, ...), and give slice k of the result to the k-th of n present nodes.
+        """Reduce `x` (rows, n, ...), with slice k of the result on the k-th of n present nodes.
 
         Returns (rows, ...), with zeros for absent nodes.
         """
@@ -264,7 +264,7 @@ def _check_op(op: str, x: Tensor) -> None:
     check_choice("op", op, OPERATIONS)
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(
-            f"op='mean' of {x.dtype} numbers may be a fraction: convert with x.float(), or take op='sum'"
+            f"op='mean' of {x.dtype} numbers may be a fraction: convert with x.float(), or use op='sum'"
         )
 
 
@@ -273,6 +273,6 @@ def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
     total = mine.sum()
     if not (total > 0 and bool((mine >= 0).all())):
         raise ArgumentError(
-            f"weights of nodes {list(group)} are {mine.tolist()}, wanted weights of 0 or more, with a sum over 0"
+            f"weights of nodes {list(group)} must be at least 0 with a sum over 0, but are {mine.tolist()}"
         )
     return mine / total

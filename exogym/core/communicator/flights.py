@@ -13,10 +13,10 @@ from exogym.core.communicator.wire import Wire
 
 
 class Flights(Recorder):
-    """The methods of a `Communicator` for collectives that are on their way while nodes compute."""
+    """The methods of a `Communicator` for collectives that overlap with computing."""
 
     def new_flight(self) -> int:
-        """Return a new flight for `on_its_way`: a number for collectives during which members continue computing.
+        """Return a new flight for `on_its_way`: a number for collectives that overlap with computing.
 
         The number is the same in every process, and in a resumed run.
         """
@@ -25,7 +25,7 @@ class Flights(Recorder):
 
     @contextlib.contextmanager
     def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """A context in which members continue computing during collectives, in virtual time, until `arrive(flight)`.
+        """A context whose collectives overlap with computing, in virtual time, until `arrive(flight)`.
 
         If `flight` is None, members wait for each collective.
         """
@@ -36,7 +36,7 @@ class Flights(Recorder):
             self._flight = before
 
     def arrive(self, flight: int) -> None:
-        """Let the members of the collectives with the number `flight` wait for these collectives, from now on."""
+        """Make the members of the collectives with the number `flight` wait for them."""
         self.settle(flight)
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
@@ -45,8 +45,7 @@ class Flights(Recorder):
     def result_of(self, call: Callable[[Wire], Tensor], like: Tensor, flight: int | None) -> Tensor:
         """Return the result of `call(wire)`, a tensor like `like`.
 
-        In a flight, the call may be under way when this method returns. Then the result's values are undefined until
-        `settle`.
+        In a flight, the call may be pending when this method returns, and the result is undefined until `settle`.
         """
         if flight is None or not (self.overlap and self.wire.carries_behind):
             return call(self.wire)
@@ -55,11 +54,11 @@ class Flights(Recorder):
         return transfer.result
 
     def are_under_way(self, flight: int) -> bool:
-        """Return whether results of `flight` are undefined, because nobody has waited for them."""
+        """Return whether `flight` has pending transfers, so that its results are undefined."""
         return flight in self._begun
 
     def settle(self, flight: int | None = None) -> None:
-        """Wait until the results of `flight` are complete. Without `flight`, wait for all flights.
+        """Wait until the results of `flight`, or of all flights, are complete.
 
         No virtual time passes.
         """

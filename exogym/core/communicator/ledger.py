@@ -1,4 +1,4 @@
-"""The record of traffic: events, totals per node, the traffic of each collective algorithm, and who records it."""
+"""The traffic record: events, totals per node, the traffic of each collective algorithm, and its recorder."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Event:
         kind: the collective ("all_reduce").
         algorithm: the algorithm of the collective ("ring").
         members: global ids that took part.
-        payload_bytes: bytes that each giver handed over. In a mix, these are the bytes for one neighbor.
-        givers: the members that hand something over. In a broadcast or scatter, only the root does so.
+        payload_bytes: bytes that each giver passed. In a mix, they are the bytes for one neighbor.
+        givers: the members that send something. In a broadcast or scatter, only the root does.
         tx_bytes, rx_bytes: (members,) bytes that each member sent and received.
-        tag: "parameters" or "buffers". Their bytes are counted separately.
-        flight: a number that identifies collectives during which the members continue computing. If it is None, the
-            members wait for the collective. An event of kind "arrive" sends nothing. After this event, the members wait
-            for the collectives with this number.
+        tag: "parameters" or "buffers", whose bytes are counted separately.
+        flight: a number that identifies collectives during which the members continue computing, or None if the members
+            wait for the collective. At an event of kind "arrive", which sends nothing, the members wait for the
+            collectives with this number.
         links: in a mix, the (giver, taker) pair of each message. A member waits only for its givers.
     """
 
@@ -48,15 +48,14 @@ class Event:
 
     @property
     def handed_bytes(self) -> np.ndarray:
-        """Bytes that each giver handed over, to all its neighbors together: an array (givers,)."""
+        """Bytes that each giver passed, to all its neighbors together: an array (givers,)."""
         return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
 class Ledger:
-    """Adds up the bytes of all events: per node, in arrays (num_nodes,), and per collective over all nodes, in
-    `traffic`.
+    """Totals of all events' bytes: per node, in arrays (num_nodes,), and per collective over all nodes, in `traffic`.
 
-    `inside_bytes` counts the bytes between a node's devices. No other total contains these bytes.
+    `inside_bytes` counts the bytes between a node's devices, which no other total contains.
     """
 
     def __init__(self, num_nodes: int):
@@ -124,10 +123,10 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
 
 
 def sent_factor(kind: str, algorithm: str | None, n: int) -> float:
-    """Return a member's sent bytes as a multiple of its payload, in the mean over the n members of a collective.
+    """Return a member's sent bytes as a multiple of its payload, averaged over a collective's n members.
 
-    If the algorithm is None or not one of this collective, the collective's usual algorithm counts. A message from one
-    node to another is a payload.
+    If the algorithm is None or doesn't belong to this collective, the collective's default algorithm is used. A message
+    from one node to another is one payload.
 
     >>> sent_factor("all_reduce", "ring", 4), sent_factor("all_reduce", "server", 4), sent_factor("exchange", None, 2)
     (1.5, 1.0, 1.0)
@@ -147,7 +146,7 @@ def children(position: int, n: int) -> int:
 
 
 def tree_factors(n: int) -> np.ndarray:
-    """Return an array (n,): how many payloads each of n members sends in a tree all-reduce.
+    """Return how many payloads each of n members sends in a tree all-reduce, (n,).
 
     Each member receives as many payloads as it sends.
 
@@ -170,7 +169,7 @@ class Recorder:
         num_nodes: nodes in the whole fleet.
 
     Attributes:
-        overlap: whether the results of flights travel while nodes compute, if the wire can do this.
+        overlap: whether flights' results are sent while nodes compute, if the wire supports it.
     """
 
     def __init__(self, wire: Wire, num_nodes: int):
@@ -181,7 +180,7 @@ class Recorder:
         self.held: list[Event] | None = None  # events of calls that a node's processes make apart (`fleet.dealing`)
         self._numbers = 0  # of flights
         self.overlap = False
-        self._begun: dict[int, list[Transfer]] = {}  # transfers of flights that nobody has waited for
+        self._begun: dict[int, list[Transfer]] = {}  # pending transfers of flights
         self._flight: int | None = None  # the flight of current calls
 
     @contextlib.contextmanager
@@ -211,7 +210,7 @@ class Recorder:
         return rank
 
     def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> Event:
-        """Record and return a collective in which each of `members` hands over `size` bytes.
+        """Record and return a collective in which each of `members` passes `size` bytes.
 
         In a "pull", each member receives `size` bytes instead.
         """
@@ -255,7 +254,7 @@ class Recorder:
     def _row_bytes(self, x: Tensor) -> int:
         """Return the bytes of a row of `x` (rows, ...), over all processes of a node.
 
-        Numbers (rows,) and buffers are the same in all processes of a node, so they count once.
+        Numbers (rows,) and buffers are the same in all processes of a node and count once.
         """
         here = x[0].numel() * x.element_size()
         if self.held is not None or self._tag == "buffers" or x.dim() == 1:
@@ -263,5 +262,5 @@ class Recorder:
         return self.wire.columns.total(here)
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
-        """Say whether there is anyone to send to; a server is, even for a single client."""
+        """Return whether there is a receiver; a server is one, even for a single client."""
         return len(members) > 1 or (algorithm in ("server", "island", "relay") and self.num_nodes > 1)

@@ -1,7 +1,7 @@
 """Messages between processes, built on a wire's methods `rows`, `reduce`, `carry` and `agree`. Nothing is pickled.
 
-Values travel as JSON, in rows of bytes. For named tensors, their names, dtypes and shapes travel first as JSON, then
-their bytes.
+Values are sent as JSON, in rows of bytes. For named tensors, the names, dtypes and shapes are sent as JSON before the
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
 
     If `process` is None, return the main process's value.
 
-    If nodes have several processes each and `process` is not None, only processes with the same columns get the value.
+    If nodes have several processes each and `process` is not None, only processes with the same columns receive it.
     """
     if not wire.is_shared:
         return value
@@ -38,7 +38,7 @@ def gather(wire: Wire, value: Any) -> list[Any]:
 
 
 def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
-    """Return the values of `processes`, in every process: their texts travel as rows of one length."""
+    """Return the values of `processes`, in every process. Their texts are sent as rows of equal length."""
     firsts, text = [wire.placement[process][0] for process in processes], b""
     if wire.process in processes:
         text = json.dumps(value).encode()
@@ -49,7 +49,7 @@ def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
 
 
 def say(wire: Wire, text: str, about: str | None = None) -> None:
-    """Let the main process print a line for the user.
+    """Print a line for the user in the main process.
 
     `about` is the line's subject (see `exogym.core.progress.without_notices`).
     """
@@ -63,14 +63,14 @@ def barrier(wire: Wire) -> None:
 
 
 def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-    """Carry tensors between nodes. Return the tensor that each node of this process gets, by node number.
+    """Send tensors between nodes. Return the tensors that this process's nodes receive, by node number.
 
     A returned tensor may share the giver's memory.
 
     Args:
         given: the tensors that this process's nodes give, by node number.
-        parcels: all tensors that nodes give to nodes. Every process passes the same list. A node gives at most one
-            tensor and takes at most one tensor.
+        parcels: all tensors that are sent between nodes, the same list in every process. A node sends and receives at
+            most one tensor.
     """
     own = [p.giver for p in parcels if p.giver == p.taker and p.giver in wire.row_of]
     got = {node: given[node] for node in own}
@@ -84,9 +84,9 @@ def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]
 
 
 def rows_of_givers(wire: Wire, x: Tensor, links: Sequence[tuple[int, int]]) -> dict[int, dict[int, Tensor]]:
-    """Return the rows of `x` that each node of this process gets: taker -> giver -> row.
+    """Return the rows of `x` that this process's nodes receive: taker -> giver -> row.
 
-    A row travels only from its giver to its taker. `links` are the (giver, taker) pairs of all processes.
+    A row is sent only from its giver to its taker. `links` are the (giver, taker) pairs of all processes.
     """
     found: dict[int, dict[int, Tensor]] = {taker: {} for _, taker in links if taker in wire.row_of}
     if wire.shares_memory:
@@ -122,7 +122,7 @@ def from_bytes(packed: Tensor, payload: Sequence[Tensor]) -> list[Tensor]:
 def row_of_source(wire: Wire, x: Tensor, source: int, members: Sequence[int]) -> Tensor:
     """Return the row (1, ...) of node `source` in `x`, in the processes that hold one of `members`.
 
-    Other processes get any row. The row travels between processes in a binomial tree, as its bytes are counted.
+    Other processes get an arbitrary row. The row is sent along a binomial tree, as its bytes are counted.
     """
     if wire.shares_memory or not wire.is_shared or any(i not in wire.owner for i in members):
         return wire.rows(x, [source])
@@ -166,9 +166,9 @@ def ship(
 ) -> dict[str, Tensor]:
     """Send the named tensors of the process that holds node `source`, and return them in the receiving processes.
 
-    The receivers are the processes that hold the nodes `takers`. If `takers` is None, all processes receive the
-    tensors. Every process must make this call, but only the `tensors` of the source's process count. No traffic is
-    recorded. Tensors travel one by one, so that the process never copies all tensors at once.
+    The receivers are the processes that hold the nodes `takers`, or all processes if it is None. Every process must
+    make this call, but only the source process's `tensors` are used. No traffic is recorded. Tensors are sent one by
+    one, so that they are never all copied at once.
     """
     sender = next(k for k, ids in enumerate(wire.placement) if source in ids)
     what = tell(wire, described(tensors), sender)

@@ -1,4 +1,4 @@
-"""Collectives that move rows from node to node: broadcast, gather, swap, mix, and messages to a server."""
+"""Collectives that send rows from node to node: broadcast, gather, swap, mix, and messages to a server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from exogym.errors import ArgumentError
 
 
 class Moving(Flights):
-    """The collectives of a `Communicator` that move rows, and do not reduce them over all nodes."""
+    """The collectives of a `Communicator` that send rows without reducing them over all nodes."""
 
     def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
-        """Give every member (by default, every present node) the row of node `src`. Other rows keep their own values.
+        """Send node `src`'s row to every member (by default, every present node). Other rows keep their values.
 
         Returns (rows, ...). If all nodes are members, the result is one row, expanded to all rows.
         """
@@ -36,7 +36,7 @@ class Moving(Flights):
     def gather(self, x: Tensor, dst: int = 0) -> Tensor:
         """Collect the rows of the n present nodes, in id order, for node `dst`.
 
-        Returns (n, ...). In the recorded algorithm, only `dst` has this result. On hosts, every process gets it.
+        Returns (n, ...). In the recorded algorithm, only `dst` has this result; on hosts, every process gets it.
         """
         self._member(dst)
         size, n = self._row_bytes(x), len(self.present)
@@ -47,7 +47,7 @@ class Moving(Flights):
         return self.wire.rows(x, self.present)
 
     def all_gather(self, x: Tensor, members: Sequence[int] | None = None) -> Tensor:
-        """Give the rows of all n members (by default, the present nodes), in id order, to each member.
+        """Send the rows of all n members (by default, the present nodes), in id order, to each member.
 
         Returns (rows, n, ...): one copy, expanded to all rows.
         """
@@ -57,7 +57,7 @@ class Moving(Flights):
         return everyone[None].expand(len(x), *everyone.shape)
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
-        """Give slice k of node `src`'s row to the k-th of n present nodes. `x` is (rows, n, ...).
+        """Send slice k of node `src`'s row to the k-th of n present nodes. `x` is (rows, n, ...).
 
         Returns (rows, ...), with zeros for absent nodes.
         """
@@ -76,7 +76,7 @@ class Moving(Flights):
         return result
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Each present node sends slice k of its row to the k-th of the n present nodes. `x` is (rows, n, ...).
+        """Send slice k of each present node's row to the k-th of the n present nodes. `x` is (rows, n, ...).
 
         Each slice goes directly to its receiver, so each node sends and receives (n-1)/n of its payload. Returns (rows,
         n, ...), in which rows of absent nodes keep their values.
@@ -96,8 +96,8 @@ class Moving(Flights):
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
         """Swap rows in pairs: row r gets the row of `partner[ranks[r]]`. Returns (rows, ...).
 
-        If a node is absent or has no partner, its entry in `partner` must be its own number. Such a node sends nothing
-        and keeps its row.
+        A node that is absent or has no partner must have its own number in `partner`; it sends nothing and keeps its
+        row.
         """
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
             raise ArgumentError(
@@ -107,8 +107,8 @@ class Moving(Flights):
         for rank, other in enumerate(partner):
             if partner[other] != rank:
                 raise ArgumentError(
-                    f"exchange works in pairs: node {rank} names {other}, but {other} names {partner[other]}; "
-                    "give partners that name each other"
+                    f"exchange works in pairs, but node {rank} names {other} and node {other} names {partner[other]}: "
+                    "pass partners that name each other"
                 )
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
@@ -121,9 +121,8 @@ class Moving(Flights):
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node. Return the tensors that this process's nodes get (see `messages.hand_over`).
 
-        A tensor of S bytes that goes in one direction counts as a "send": the giver sends S bytes, and the taker
-        receives S bytes. A swap of two such tensors counts as an "exchange": each of the two nodes sends and receives S
-        bytes.
+        A tensor of S bytes in one direction counts as a "send": S bytes sent by the giver and received by the taker. A
+        swap of two such tensors counts as an "exchange", in which each of the two nodes sends and receives S bytes.
         """
         for giver, taker, shape, dtype, is_swap in parcels:
             if giver != taker:
@@ -149,7 +148,7 @@ class Moving(Flights):
         return [self._mixed(x, matrix, rows_of_givers(self.wire, x.reshape(len(x), -1), links)) for x in xs]
 
     def mix_decoded(self, payload: Sequence[Tensor], decode: Callable[..., Tensor], matrix: Tensor) -> Tensor:
-        """Mix decoded rows by `matrix` as `mix` does. Only the packed `payload` travels.
+        """Mix decoded rows by `matrix` as `mix` does, but send only the packed `payload`.
 
         Args:
             payload: a sequence of tensors (rows, ...).
@@ -166,10 +165,10 @@ class Moving(Flights):
         return self._mixed(own, matrix, theirs)
 
     def _record_mix(self, matrix: Tensor, size: float) -> list[tuple[int, int]]:
-        """Record a mix in which each giver hands over `size` bytes. Return its (giver, taker) pairs."""
+        """Record a mix in which each giver passes `size` bytes, and return its (giver, taker) pairs."""
         if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
             raise ArgumentError(
-                f"matrix has the shape {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
+                f"matrix must have the shape ({self.num_nodes}, {self.num_nodes}), but has {tuple(matrix.shape)}"
             )
         links = (matrix != 0).cpu().numpy()
         np.fill_diagonal(links, False)
@@ -193,17 +192,17 @@ class Moving(Flights):
         return out.view_as(x)
 
     def barrier(self) -> None:
-        """Let all present nodes wait for each other. The nodes hand over no payload."""
+        """Make all present nodes wait for each other. There is no payload."""
         self.record("barrier", "tree", self.present, 0)
 
-    # A server beside the nodes: every process plays it, so all processes hold its values
+    # A server apart from the nodes, which every process simulates, so all processes hold its values
 
     def push(self, x: Tensor, src: int, algorithm: str = "server") -> Event:
         """Record that node `src` sends its row of `x` (rows, ...) up to the server.
 
         Args:
-            algorithm: "server"; "island" for the server of the node's island; "relay" for a message from this server to
-                the server above it. A relay counts for `src`, but occupies no node (`Clock.relay`).
+            algorithm: "server"; "island" for the server of the node's island; "relay" for a message from the island's
+                server to the server above it, which counts for `src` but occupies no node (`Clock.relay`).
         """
         return self.record("push", algorithm, [self._member(src)], self._row_bytes(x))
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from exogym.core.base.retired import retired
 
-CHUNK_ELEMENTS = 1 << 18  # of rows, in one piece of a reduction: what stays in a CPU's cache
+CHUNK_ELEMENTS = 1 << 18  # elements of rows in one piece of a reduction, which fit into a CPU's cache
 MOST_ELEMENTS = 1 << 24  # on an accelerator, where a piece costs launches and temporary memory
 HALVES = (torch.float16, torch.bfloat16)
 
 
 def chunk_elements(x: Tensor) -> int:
-    """Return how many elements of rows on the device of `x` are best reduced at once."""
+    """Return how many elements of rows to reduce at once on the device of `x`."""
     return CHUNK_ELEMENTS if x.is_cpu else MOST_ELEMENTS
 
 
@@ -106,12 +106,12 @@ def _tree_sparse(x: Tensor, additions: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class Columns:
-    """Communication inside a node, between the processes that hold the parts of the node's row.
+    """Communication inside a node, between the processes that hold parts of the node's row.
 
     A node may have several devices. Each device is a process that holds some columns of the node's row. The processes
-    of all nodes that hold the same columns form a group, and the strategy runs in each of these groups. Some numbers,
-    such as a gradient's norm or a payload's bytes, depend on the whole row. The node's processes compute these numbers
-    together, by the methods of `Columns`. In this base class the node has one process, which gets its own values.
+    of all nodes that hold the same columns form a group, and the strategy runs in each group. Numbers that depend on
+    the whole row, such as a gradient's norm or a payload's bytes, are computed by the node's processes together with
+    the methods of `Columns`. In this base class the node has one process, which gets its own values.
 
     Attributes:
         part: the number of this process among the node's processes, from 0.
@@ -187,7 +187,7 @@ Move = tuple[int, int, Parcel]  # giver, taker, and their parcel
 
 
 class Transfer(Protocol):
-    """A call of a wire that runs while the caller continues.
+    """A call of a wire that overlaps with the caller's work.
 
     Attributes:
         result: the call's result. Its values are undefined until `wait` returns.
@@ -196,11 +196,11 @@ class Transfer(Protocol):
     result: Tensor
 
     def wait(self) -> None:
-        """Wait until `result` is complete. If the call raised an error, raise the same error."""
+        """Wait until `result` is complete. Raise the call's error if it failed."""
 
 
 class Wire:
-    """Carries rows between processes. In this base class, a single process holds all rows.
+    """Carry rows between processes. In this base class, a single process holds all rows.
 
     Every process of a run makes the same calls in the same order; the main process holds the first rows. All other
     messages between processes use the methods `rows`, `reduce`, `all_to_all`, `carry` and `agree`
@@ -215,17 +215,17 @@ class Wire:
         placement: the ids of each process's rows.
         process: number of this process in `placement`; 0 is the main process.
         owner: the process that holds each id.
-        shares_memory: whether the main process forked all processes for this run, on one machine, with common memory
-            and folders. Nobody else sees the results of such processes. Otherwise each process runs the user's script.
-        overlaps: whether `begin` sums while the caller continues.
-        carries_behind: whether `start` carries rows while the caller continues.
+        shares_memory: whether the main process forked all processes for this run, on one machine, with shared memory
+            and folders, so that only the main process shows results. Otherwise each process runs the user's script.
+        overlaps: whether `begin` sums in the background.
+        carries_behind: whether `start` carries rows in the background.
         columns: communication between the processes of a node that hold the parts of the node's row. If a node has
             several such processes, `process` and `placement` count groups of such processes, not single processes.
         devices: communication between all processes that compute for the node. If nodes have different numbers of
-            processes, `devices` can have more processes than `columns`. Then several processes hold the same columns.
-            All of them except the first are copies (`is_copy`) and receive the first process's results.
-        asked_to_stop: function that returns whether a process has asked all processes to stop. The function does not
-            wait for other processes.
+            processes, `devices` can have more processes than `columns`, because several processes hold the same
+            columns. All of them except the first are copies (`is_copy`), which receive the first one's results.
+        asked_to_stop: function that returns whether a process has asked all processes to stop, without waiting for
+            other processes.
     """
 
     process, shares_memory, overlaps, carries_behind = 0, True, False, False
@@ -243,7 +243,7 @@ class Wire:
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """Give each process's rows to the ids in `placement`, from row 0 on. The number of rows stays the same.
 
-        `ranks` stays the same list object, so objects that use this list see the change.
+        `ranks` stays the same list object, so its users see the change.
         """
         self.placement = [list(ids) for ids in placement]
         self.ranks[:] = self.placement[self.process]
@@ -316,10 +316,10 @@ class Wire:
         return self.rows(x, ids).transpose(0, 1)[[k for k, i in enumerate(ids) if i in self.row_of]]
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Carry tensors between processes. Return the tensors that this process's nodes get, by node number.
+        """Carry tensors between processes. Return the tensors that this process's nodes receive, by node number.
 
-        `given` has the tensors that this process's nodes give, by node number. `moves` lists (giver, taker, parcel) for
-        each tensor that moves.
+        `given` has the tensors that this process's nodes send, by node number. `moves` lists (giver, taker, parcel) for
+        each tensor.
         """
         raise NotImplementedError
 
@@ -335,15 +335,15 @@ class Wire:
         raise NotImplementedError
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Transfer:
-        """Return a transfer that makes the call `call(wire)` after the next `launch`, while the caller continues.
+        """Return a transfer that calls `call(wire)` in the background after the next `launch`.
 
-        Other calls continue meanwhile, over other connections. Transfers end in the order of their `start`.
+        Other calls continue in the meantime, over other connections. Transfers end in the order of their `start`.
 
         Only a wire whose `carries_behind` is True has this method.
 
         Args:
-            call: function that makes calls of the wire that it gets. Nobody may change the function's tensors until the
-                transfer ends.
+            call: function that calls methods of its argument, a wire. Its tensors must not change until the transfer
+                ends.
             like: a tensor of the result's shape, dtype and device.
         """
         raise NotImplementedError
@@ -356,13 +356,13 @@ class Wire:
         return None if self.is_shared else self
 
     def launch(self) -> None:
-        """Begin all transfers that `start` has returned. Small messages before this call do not wait behind them."""
+        """Begin all transfers that `start` has returned, so that earlier small messages don't wait behind them."""
 
     def leave(self) -> None:
         """End all transfers of this wire, at the end of a run that has not failed. All processes call this method."""
 
     def ask_to_stop(self) -> None:
-        """Ask all processes to stop, without waiting for them. Only processes that share memory can do this."""
+        """Ask all processes to stop, without waiting for them. Only for processes that share memory."""
 
 
 def reduce_native(

@@ -1,6 +1,6 @@
 """Compressors: quantizers that pack codes into bytes, top-k, error feedback, and the block cosine transform.
 
-The example defines a compressor that sends the means of pairs, and then uses ExoGym's compressors on a fleet's rows:
+This example defines a compressor that sends the means of pairs, and uses ExoGym's compressors on a fleet's rows:
 
 >>> import torch
 >>> from exogym.fleet import Fleet

@@ -1,4 +1,4 @@
-"""Compressors turn a node's row into a message, and back into a row. All compressors allow error feedback."""
+"""Compressors encode a node's row as a message and decode it. All of them can be used with error feedback."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from exogym.core.fleet.layout import Layout
 from exogym.errors import ArgumentError, check_count
 
 Payload = list[Tensor]  # (rows, ...) each
-Groups = Sequence[tuple[int, int]]  # (m, k): m groups of k numbers each, one after the other
+Groups = Sequence[tuple[int, int]]  # (m, k): m consecutive groups of k numbers each
 
 
 class Compressor(ABC):
-    """Turn rows of `count` numbers into messages, and messages back into rows. Each row is compressed by itself.
+    """Encode rows of `count` numbers as messages, and decode them. Each row is compressed on its own.
 
     Attributes:
-        count: how many numbers a row has.
+        count: the length of a row.
         draws: whether `encode` needs noise: (rows, count) random numbers, uniform in [0, 1). `noise_of` makes them.
     """
 
@@ -33,7 +33,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
-        """Return a message for each row of `x` (rows, count). The messages are a list of tensors (rows, ...)."""
+        """Return a message for each row of `x` (rows, count), as a list of tensors (rows, ...)."""
 
     @abstractmethod
     def decode(self, *payload: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class Quantized(Compressor):
     def share_bytes(self) -> float:
         """The payload bytes of a row that is one device's share of a longer row.
 
-        The number can be a fraction, because the codes of all devices are packed together.
+        It can be a fraction, because the codes of all devices are packed together.
         """
         return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
 
@@ -108,7 +108,7 @@ def tensors(layout: Layout) -> Groups:
 
 
 class TopK(Compressor):
-    """Send the k numbers of a row with the largest absolute values, each with a 4-byte index. The others become zero.
+    """Send a row's k largest numbers by absolute value, each with a 4-byte index. The others become zero.
 
     For numbers of b bytes the payload is k (b + 4) bytes.
 
@@ -119,7 +119,7 @@ class TopK(Compressor):
 
     def __init__(self, count: int, k: int):
         if not 1 <= k <= count:
-            raise ArgumentError(f"k={k} must be 1 to {count}, the numbers of a row")
+            raise ArgumentError(f"k={k} must be 1 to {count}, the length of a row")
         self.count, self.k = count, k
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
@@ -144,15 +144,14 @@ class ChunkTopK(Compressor):
         layout: the layout of a row.
         k: number of entries that a whole chunk sends.
         chunk: number of entries in a whole chunk, a square number.
-        quantizer: quantizes the sent values, with one table per tensor. Without `quantizer`, the values are sent
-            unchanged.
+        quantizer: quantizes the sent values, with one table per tensor. None: the values are sent unchanged.
     """
 
     def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
         side = math.isqrt(chunk)
         if side * side != chunk or not 1 <= k <= chunk:
             raise ArgumentError(
-                f"topk={k} of chunk={chunk}: wanted a square number as chunk, such as 4096 = 64 x 64, and topk from 1 "
+                f"topk={k} and chunk={chunk}: chunk must be a square number, such as 4096 = 64 x 64, and topk from 1 "
                 "to chunk"
             )
         self.count, self.quantizer = layout.numel, quantizer

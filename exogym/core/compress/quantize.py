@@ -19,8 +19,8 @@ class Quantizer(ABC):
         bits: bits of a code.
         table: how many fp32 numbers a group's table has.
         draws: whether rounding is random. `encode` then needs noise, uniform in [0, 1).
-        sums: whether the quantizer sums over a group. If so, nodes are encoded one by one, because a sum over several
-            rows at once may round differently.
+        sums: whether the quantizer sums over a group, so that nodes must be encoded one by one: a sum over several rows
+            at once may round differently.
     """
 
     bits: int
@@ -36,11 +36,11 @@ class Quantizer(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
-        """Return the numbers, (groups, k) fp32, that codes and tables stand for."""
+        """Return the numbers that codes and tables encode, (groups, k) fp32."""
 
 
 class Absmax(Quantizer):
-    """Quantize evenly: scale = max|x| / (2^(bits-1) - 1) and code = round(x / scale). `Absmax(8)` gives int8.
+    """Uniform quantization: scale = max|x| / (2^(bits-1) - 1) and code = round(x / scale). `Absmax(8)` is int8.
 
     The error is at most scale / 2. A group of zeros stays zero.
 
@@ -106,7 +106,7 @@ class ScaledSign(Quantizer):
 
 
 class Stochastic(Quantizer):
-    """Quantize as QSGD (arXiv:1610.02132): round at random, without bias, to multiples of the group's 2-norm / s.
+    """QSGD (arXiv:1610.02132): unbiased random rounding to multiples of the group's 2-norm / s.
 
     For a number x_j in a group x of k numbers, and s = `levels`: let a = |x_j| s / |x|_2. The level is floor(a), or
     floor(a) + 1 with probability a - floor(a). The decoded number is Q(x_j) = |x|_2 sign(x_j) level / s. So

@@ -1,8 +1,8 @@
 """Process groups, collectives, a sampler and torch's data parallel wrapper, for training loops that you write yourself.
 
-To train with a strategy, use `exogym.LocalTrainer` instead.
+To train with a strategy, use `exogym.LocalTrainer`.
 
-An example with one process. Under the launcher every process makes the same calls:
+An example with one process; under the launcher, every process makes the same calls:
 
 >>> import tempfile
 >>> from pathlib import Path

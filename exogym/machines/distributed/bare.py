@@ -17,7 +17,7 @@ from exogym.errors import ArgumentError, nearest
 
 
 class ReduceOp(StrEnum):
-    """Says how a reduction combines all processes' tensors, element by element. Collectives also accept "sum" etc.
+    """How a reduction combines all processes' tensors elementwise. Collectives also accept strings such as "sum".
 
     >>> ReduceOp.AVERAGE == "average"
     True
@@ -70,7 +70,7 @@ def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
     if operation == ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
         raise ArgumentError(f"the average of {dtype} tensors is not always a {dtype}: convert them with .float()")
     if dtype.is_complex and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ArgumentError(f"op={operation.value!r} is not defined for complex numbers: give 'sum' or 'average'")
+        raise ArgumentError(f"op={operation.value!r} is not defined for complex numbers: use 'sum' or 'average'")
     return operation
 
 
@@ -100,8 +100,8 @@ def all_gather_(x: Tensor) -> list[Tensor]:
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
     """Return this rank's part of the reduction of all processes' `x`. The first dimension is divided among the ranks.
 
-    NCCL does this in one call. With other backends, every process sends to each other rank that rank's part of `x`.
-    Then each process reduces the received parts in rank order. A process sends as many bytes as in a ring.
+    NCCL does this in one call. With other backends, every process sends each other rank its part of `x` and reduces the
+    received parts in rank order, which sends as many bytes as a ring.
     """
     size = dist.get_world_size()
     out = torch.empty_like(x[: len(x) // size])

@@ -1,9 +1,9 @@
-"""Collectives that return their result and do not change their argument.
+"""Collectives that return their result and don't change their argument.
 
 All processes must make the same calls in the same order. Before each call they exchange a description of it (160 bytes
-per process). So a wrong call raises an error on all processes, instead of a hang or wrong numbers.
+per process), so a wrong call raises an error on all processes instead of hanging or returning wrong numbers.
 
-Results have no gradient. With gloo and MPI, tensors on a GPU are copied through the CPU. NCCL needs CUDA tensors.
+Results have no gradient. NCCL needs CUDA tensors; gloo and MPI copy tensors on a GPU through the CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_DIMENSIONS = 15
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Return the tensor of process `src` on every process. All processes must give the same shape and dtype.
+    """Return the tensor of process `src` on every process. All processes must pass the same shape and dtype.
 
     Every process except `src` receives tensor.nbytes bytes.
 
@@ -85,14 +85,14 @@ def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
 
 
 def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
-    """Return, on each process, this process's tensor from the list `tensors` that process `src` gives.
+    """Return, on each process, its tensor from the list `tensors` that process `src` passes.
 
-    The list has one tensor per process, all with the same shape and dtype. The other processes give None.
+    The list has one tensor per process, all with the same shape and dtype. The other processes pass None.
     """
     require_group("scatter")
     here = dist.get_rank() == src
     if not here and tensors is not None:
-        raise ArgumentError(f"scatter: only rank {src} (src) may give tensors: give None on rank {dist.get_rank()}")
+        raise ArgumentError(f"scatter: only rank {src} (src) may pass tensors: pass None on rank {dist.get_rank()}")
     parts = list(tensors) if tensors is not None else []
     if here:
         _check_parts(parts)
@@ -160,7 +160,7 @@ class _Note:
             check_count("src" if kind in ("broadcast", "scatter", "recv") else "dst", root, 0)
             if root >= self.world_size:
                 raise ArgumentError(
-                    f"{kind}: rank {root} is too large for {self.world_size} processes: ranks count from 0"
+                    f"{kind}: rank {root} is too large for {self.world_size} processes: ranks start at 0"
                 )
         self.tensor = tensor
         self.operation = ReduceOp.SUM
@@ -201,7 +201,7 @@ class _Note:
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank:
-            raise ArgumentError(f"{self.kind}: rank {peer} is this process: give another rank")
+            raise ArgumentError(f"{self.kind}: rank {peer} is this process: pass another rank")
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def _call(
 
 
 def _ready(x: Tensor, copy: bool = False) -> Tensor:
-    """Return `x` contiguous, on the backend's device, without gradient. `copy`: never `x` itself."""
+    """Return `x` contiguous, on the backend's device, without gradient. If `copy`, never return `x` itself."""
     there = x.detach().to(bare.device()).contiguous()
     return there.clone() if copy and there.data_ptr() == x.data_ptr() else there
 
@@ -233,29 +233,29 @@ def _ready(x: Tensor, copy: bool = False) -> Tensor:
 def _check_tensor(kind: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         cure = ": convert with torch.as_tensor" if type(x).__module__ == "numpy" else ""
-        raise ArgumentError(f"{kind}: got a {type(x).__name__}, wanted a torch tensor{cure}")
+        raise ArgumentError(f"{kind}: expected a torch tensor, got a {type(x).__name__}{cure}")
     if x.layout != torch.strided:
-        raise ArgumentError(f"{kind}: got a sparse tensor ({x.layout}), wanted a dense tensor: use .to_dense()")
+        raise ArgumentError(f"{kind}: expected a dense tensor, got a sparse one ({x.layout}): use .to_dense()")
     if x.dtype not in DTYPES:
         raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent: convert them, for example with .float()")
     if x.dim() > MOST_DIMENSIONS:
-        raise ArgumentError(f"{kind}: got {x.dim()} dimensions, at most {MOST_DIMENSIONS} can be sent: flatten it")
+        raise ArgumentError(f"{kind}: expected at most {MOST_DIMENSIONS} dimensions, got {x.dim()}: flatten the tensor")
     place = bare.device()
     if place != CPU and x.device.type != place.type:
         sends = f"{dist.get_backend()} sends {place.type} tensors"
-        raise ArgumentError(f"{kind}: {sends}, got one on {x.device}: use .to({place.type!r}), or backend='gloo'")
+        raise ArgumentError(f"{kind}: {sends}, but got one on {x.device}: use .to({place.type!r}), or backend='gloo'")
 
 
 def _check_parts(parts: list[Any]) -> None:
     size = dist.get_world_size()
     if len(parts) != size:
-        raise ArgumentError(f"scatter: got {len(parts)} tensors for {size} processes: give one for each")
+        raise ArgumentError(f"scatter: expected one tensor per process, {size}, but got {len(parts)}")
     for part in parts:
         _check_tensor("scatter", part)
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
             raise ArgumentError(
-                f"scatter: the tensors must be alike, got {parts[0].dtype} {tuple(parts[0].shape)} and {part.dtype} "
-                f"{tuple(part.shape)}"
+                f"scatter: all tensors must have the same dtype and shape, got {parts[0].dtype} "
+                f"{tuple(parts[0].shape)} and {part.dtype} {tuple(part.shape)}"
             )
 
 

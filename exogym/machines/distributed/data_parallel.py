@@ -17,11 +17,11 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(_DDP):
-    """Wraps a model in torch's DistributedDataParallel, which averages gradients while the backward pass still runs.
+    """Torch's DistributedDataParallel, which averages gradients while the backward pass is running.
 
     Args:
         module: the model, on its device.
-        bucket_size_mb: mebibytes of gradients per message, by default 25. Torch calls this option `bucket_cap_mb`.
+        bucket_size_mb: MiB of gradients per message, by default 25. In torch, this option is `bucket_cap_mb`.
         options: torch's options, such as `find_unused_parameters`, `gradient_as_bucket_view` or `static_graph`.
 
     Raises:
@@ -37,7 +37,7 @@ class DistributedDataParallel(_DDP):
                 )
         if bucket_size_mb is not None:
             if "bucket_cap_mb" in options:
-                raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are the same option: give only one")
+                raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are the same option: pass only one")
             check_number("bucket_size_mb", bucket_size_mb, over=0, more=" mebibytes")
             options["bucket_cap_mb"] = bucket_size_mb
         super().__init__(module, *args, **options)
@@ -53,8 +53,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """
     if not isinstance(model, _DDP):
         raise ArgumentError(
-            f"no_sync() got a {type(model).__name__}, whose gradients are not synchronized: wrap the model in "
-            "DistributedDataParallel"
+            f"no_sync() needs a model wrapped in DistributedDataParallel, but got a {type(model).__name__}"
         )
     return model.no_sync()
 
@@ -62,19 +61,18 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Torch's DistributedSampler. It also accepts a data set's size instead of the data set.
 
-    The sampler yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from
-    `seed` and the epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. The sampler
-    repeats the first indices at the end, so that all processes get equally many indices. With `drop_last`, it leaves
-    out the last indices instead.
+    The sampler yields the same indices as torch's sampler. If `shuffle`, their order is drawn from `seed` and the
+    epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. So that all processes get
+    the same number, the first indices are repeated at the end or, if `drop_last`, the last indices are left out.
 
     Args:
-        dataset: the data set. You can give `dataset_size` instead.
+        dataset: the data set. You can pass `dataset_size` instead.
         dataset_size: number of examples in the data set.
         num_replicas, rank: number of processes, and this process's rank. If they are None, the process group's values
             are used.
 
     Raises:
-        ArgumentError: `dataset` and `dataset_size` are both given or both missing, or `rank` is too large.
+        ArgumentError: both `dataset` and `dataset_size` are passed, or neither is; or `rank` is too large.
         GroupError: `num_replicas` or `rank` is missing, and there is no process group.
 
     >>> list(DistributedSampler(dataset_size=5, num_replicas=2, rank=1, shuffle=False))
@@ -94,9 +92,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         dataset_size: int | None = None,
     ):
         if (dataset is None) == (dataset_size is None):
-            raise ArgumentError("give either a data set or dataset_size=, its number of examples")
+            raise ArgumentError("pass either a data set or dataset_size=, its number of examples")
         if isinstance(dataset, int):
-            raise ArgumentError(f"dataset={dataset} is a number: give a size as dataset_size={dataset}")
+            raise ArgumentError(f"dataset={dataset} is a number: pass a size as dataset_size={dataset}")
         if dataset_size is not None:
             check_count("dataset_size", dataset_size)
         num_replicas = get_world_size() if num_replicas is None else num_replicas
@@ -104,6 +102,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         check_count("num_replicas", num_replicas)
         check_count("rank", rank, least=0)
         if rank >= num_replicas:
-            raise ArgumentError(f"rank={rank} is too large for num_replicas={num_replicas}: ranks count from 0")
+            raise ArgumentError(f"rank={rank} is too large for num_replicas={num_replicas}: ranks start at 0")
         examples: Any = range(dataset_size) if dataset_size is not None else dataset
         super().__init__(examples, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)

@@ -18,7 +18,7 @@ from exogym.machines.launch.config import BACKEND_VARIABLE, available_backends, 
 
 
 class GroupError(ExoGymError, RuntimeError):
-    """Raised when the process group is missing, exists already, or has lost a process."""
+    """The process group is missing, exists already, or has lost a process."""
 
 
 @checked
@@ -30,23 +30,22 @@ def init_process_group(
     *,
     timeout_s: float | None = None,
 ) -> None:
-    """Join the process group. Every process calls this once, before any collective.
+    """Join the process group. Call this function once in every process, before any collective.
 
-    Under `python -m exogym.launch` or `torchrun` no argument is needed: rank and world size come from the environment.
-    Without a launcher the process is alone in its group, and a notice on stderr says so. With "nccl" the local rank's
-    GPU becomes the current device.
+    Under `python -m exogym.launch` or `torchrun`, no argument is needed: rank and world size come from the environment.
+    If the script was started without a launcher, the process is alone in its group, and a notice on stderr says so.
+    "nccl" makes the local rank's GPU the current device.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). If `backend` is
-            None, the launcher's backend is used. If the launcher names no backend, the default is "nccl" if every
-            process on this machine has its own GPU, otherwise "gloo".
+        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). None means the
+            launcher's backend or, if the launcher has none, "nccl" if every process on this machine has its own GPU,
+            otherwise "gloo".
         init_method: address at which the processes find each other, "env://" (MASTER_ADDR and MASTER_PORT, the
             default), "tcp://host:port" or "file:///path".
-        world_size: number of processes. If `world_size` is None, the environment variable WORLD_SIZE is used. With
-            `world_size=1` this process is alone.
-        rank: this process's rank, 0 to world_size - 1. If `rank` is None, the environment variable RANK is used.
-        timeout_s: a collective fails if not all processes have called it within this many seconds. If `timeout_s` is
-            None, torch's default applies.
+        world_size: number of processes; default: the environment variable WORLD_SIZE. If it is 1, this process is
+            alone.
+        rank: this process's rank, 0 to world_size - 1; default: the environment variable RANK.
+        timeout_s: a collective fails if not all processes have called it within this many seconds; default: torch's.
 
     Raises:
         ArgumentError: the backend is unknown or unusable, or a rank or address is missing or wrong.
@@ -63,7 +62,7 @@ def init_process_group(
     options = _timeout(timeout_s)
     if backend == "mpi":
         if (init_method, world_size, rank) != (None, None, None):
-            raise ArgumentError("backend='mpi', where mpirun sets ranks and world size: leave out all other arguments")
+            raise ArgumentError("backend='mpi' gets ranks and world size from mpirun: leave out all other arguments")
         join_group("mpi", **options)
         return
     in_environment, store = init_method in (None, "env://"), None
@@ -75,7 +74,7 @@ def init_process_group(
         elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
             raise ArgumentError(
                 f"world_size={world_size}, but the environment has no {' and no '.join(missing)}: start the script "
-                "with python -m exogym.launch, or give init_method='tcp://host:port'"
+                "with python -m exogym.launch, or pass init_method='tcp://host:port'"
             )
     if backend == "nccl":
         torch.accelerator.set_device_index(_own_gpu())
@@ -88,7 +87,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process is in a process group, made here or by torch itself."""
+    """Return whether this process is in a process group, created by ExoGym or by torch."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -118,8 +117,8 @@ def get_distributed_info() -> dict[str, Any]:
         initialized: True if this process is in a process group.
         backend: the group's backend, or None without a group.
         backends: the backends that work on this machine.
-        world_size, rank, local_rank, local_world_size, node_rank: this process's numbers. Without a group, the
-            launcher's values are returned; without a launcher, the values of a single process.
+        world_size, rank, local_rank, local_world_size, node_rank: this process's numbers in the group, or the
+            launcher's values, or a single process's.
         device: the backend's device.
         hostname, pid: this machine's name and this process's id.
         master_addr, master_port: the environment's values, or None.
@@ -184,26 +183,26 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
         for name, given, said in (("world_size", world_size, said_size), ("rank", rank, said_rank)):
             if given is not None and said is not None and given != said:
                 raise ArgumentError(
-                    f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to join another "
-                    "group, give init_method=)"
+                    f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to join another group, "
+                    "pass init_method=)"
                 )
     if world_size == 1 and rank is None:
         rank = 0
     if world_size is None and rank is None and said_size is None and said_rank is None:
         if not through_environment:
             raise ArgumentError("world_size= and rank= are needed with init_method=")
-        notice("no launcher has set RANK and WORLD_SIZE: this process is alone in its group")
+        notice("RANK and WORLD_SIZE are not set, so this process is alone in its group")
         return 1, 0
     world_size = said_size if world_size is None else world_size
     rank = said_rank if rank is None else rank
     if world_size is None or rank is None:
         name = "world_size" if world_size is None else "rank"
         raise ArgumentError(
-            f"{name}= is missing, and the environment has no {name.upper()}: give both world_size= and rank=, or "
-            "neither"
+            f"{name}= is missing, and {name.upper()} is not set in the environment: pass both world_size= and rank=, "
+            "or neither"
         )
     if rank >= world_size:
-        raise ArgumentError(f"rank={rank} is too large for world_size={world_size}: ranks count from 0")
+        raise ArgumentError(f"rank={rank} is too large for world_size={world_size}: ranks start at 0")
     return world_size, rank
 
 

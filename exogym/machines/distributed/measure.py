@@ -26,17 +26,16 @@ TOLERANCE = 1e-6  # relative error of an average; all else is exact
 
 @checked
 def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5) -> list[Row]:
-    """Check and time every collective. All processes must call this function, and all get the same rows.
+    """Check and time every collective. All processes must call this function and get the same rows.
 
-    The inputs are small whole numbers and powers of two, so the exact results are known. The test checks every
-    reduction at every size, and every root (sending or receiving process) at the smallest size. The test times torch's
-    own collectives on float32 tensors. A time is the median of `repeats` calls after one untimed call. The time of a
-    call is the time of its slowest process.
+    The inputs are small integers and powers of two, whose exact results are known. Every reduction is checked at every
+    size, and every root (sending or receiving process) at the smallest size. Torch's own collectives are timed on
+    float32 tensors: a time is the median of `repeats` calls after one untimed call, and a call takes as long as its
+    slowest process.
 
     Args:
-        sizes_bytes: message sizes to measure. For gather, all_gather, scatter and reduce_scatter, a message size is the
-            size of all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
-            processes.
+        sizes_bytes: message sizes to measure, rounded up to multiples of 4 bytes times the number of processes. For
+            gather, all_gather, scatter and reduce_scatter, a size counts all processes' parts together.
         repeats: number of timed calls for each size.
 
     Returns:
@@ -48,8 +47,8 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
         `latency_s`: the time of the collective's smallest message, 4 bytes per process.
 
     Raises:
-        GroupError: a result is wrong (the message says which result, and on which rank), a process was lost, or this
-            process is in no process group.
+        GroupError: a result is wrong (the message names the result and the rank), a process was lost, or there is no
+            process group.
         ArgumentError: there is only one process.
     """
     require_group("self_test")
@@ -209,7 +208,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def finish() -> None:
-    """Wait until this process's accelerator has finished its work. Without an accelerator, return at once."""
+    """Wait until this process's accelerator, if there is one, has finished its work."""
     Device.of_group().synchronize()
 
 

@@ -1,9 +1,9 @@
 """Measure a network for predictions: the times of collectives, of messages between pairs, and of your model's step.
 
-A collective is timed for several message sizes. It is timed over open connections ("warm") and over new connections
-("cold"). The probes use the same collectives as a run, with the wire's copies and sums between processes. Both kinds of
-all-reduce are probed: torch's own (`reduction="native"`), and ExoGym's exact sum ("exact all_reduce"). `Network.of`
-reads the result (docs/network.md, "From measurements").
+A collective is timed for several message sizes, over open connections ("warm") and over new ones ("cold"). The probes
+use the same collectives as a run, including the wire's copies and sums. Both all-reduces are probed: torch's own
+(`reduction="native"`) and ExoGym's exact sum ("exact all_reduce"). `Network.of` reads the result (docs/network.md,
+"From measurements").
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAIR_BYTES = 1 << 20  # message that measures a pair's bandwidth
 ROUND_TRIPS = 20
 PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 MOST_S = 1.0  # seconds for the timed calls of a collective at one size; at least two calls are timed
-PAUSE_S = 0.01  # pause before each call: lines become idle, as while hosts compute
+PAUSE_S = 0.01  # pause before each call, so that lines are idle as while hosts compute
 MESSAGES = 20
 OF_ALL_PARTS = ("all_gather", "gather")  # for these a size counts all parts together, and a payload is one part
 COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # collectives whose first call is timed, too
@@ -65,25 +65,24 @@ def measure(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Check and time all collectives, and measure the link between each pair of processes.
 
-    All processes must call this function, and all get the same result. First the self-test runs at the smallest size.
-    Then each collective is timed at every size, over open connections. A call takes as long as its slowest process,
-    and a size's time is the median of its calls. The extra time of a first call is measured in a new group of all
-    processes, at the smallest size.
+    All processes must call this function and get the same result. First the self-test runs at the smallest size. Then
+    each collective is timed at every size over open connections: a call takes as long as its slowest process, and a
+    size's time is the median of its calls. The extra time of a first call is measured at the smallest size in a new
+    group of all processes.
 
-    The pairs of processes are measured one after the other. A pair's latency is half the round-trip time of 4 bytes.
-    The pair's bandwidth is computed from the time of 1 MiB, less the latency.
+    Pairs of processes are measured one after the other. A pair's latency is half the round-trip time of 4 bytes, and
+    its bandwidth follows from the time of 1 MiB less the latency.
 
-    Other work on the hosts only adds time, and more bytes never take less time. So if a probe took longer than a probe
-    of a larger message, it gets the time of the larger message.
+    Other work on the hosts only adds time, so a probe that took longer than a larger message's gets the larger
+    message's time.
 
     Args:
-        sizes_bytes: message sizes to probe; 4 bytes per process are always probed, too. For gathers, a size is the size
-            of all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
-            processes.
+        sizes_bytes: message sizes to probe, in addition to 4 bytes per process, rounded up to multiples of 4 bytes
+            times the number of processes. For gathers, a size counts all processes' parts together.
         repeats: largest number of timed calls per size. Slow calls are timed less often, but at least twice.
-        step_s: seconds of a step of your model on this host. Give this value on all hosts or on none.
+        step_s: seconds of a step of your model on this host, passed on all hosts or on none.
         task: the name of the task whose step was measured.
-        evaluation_s: seconds of an evaluation on the task's validation set. Give this value on all hosts or on none.
+        evaluation_s: seconds of an evaluation on the task's validation set, passed on all hosts or on none.
 
     Returns:
         The rows of the self-test, and the fields of a file for `Network.of`, with one node per process.
@@ -103,8 +102,8 @@ def step_seconds(
 ) -> tuple[float, float | None]:
     """Return the median seconds of a task's step on this machine, and the seconds of an evaluation.
 
-    The evaluation uses the task's validation set. A task without a validation set gives None as the second value. A
-    separate process, outside any process group, measures both times.
+    Both are measured in a separate process outside any process group. The second value is None if the task has no
+    validation set.
 
     Args:
         task: the task's name, or `module:function`.
@@ -182,7 +181,7 @@ def _numbers(kind: str, size: int) -> Tensor:
 
 
 def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
-    """Return the seconds of several calls, after a trial call. A call takes as long as its slowest process."""
+    """Return the seconds of several calls after a warm-up call. A call takes as long as its slowest process."""
 
     def once() -> float:
         time.sleep(PAUSE_S)

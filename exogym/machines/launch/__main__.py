@@ -1,8 +1,8 @@
 """`python -m exogym.launch [options] script.py [script arguments]`.
 
-The launcher's own options may come before or after the script's name. All other words after the script's name are the
-script's arguments, and so is everything after `--`. The exit status is 0, or the status of the first process that
-failed. It is 2 for invalid arguments, 1 if the machines could not connect to each other, and 130 after Ctrl-C.
+The launcher's own options may come before or after the script's name. All other words after the script's name, and
+everything after `--`, are the script's arguments. The exit status is 0, or the status of the first process that failed.
+It is 2 for invalid arguments, 1 if the machines could not connect to each other, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ RUNNER = Path(__file__).with_name("runner.py")
 def run(
     config: LaunchConfig, folder: Path, output: RankOutput, log_dir: Path | None, words: Sequence[str]
 ) -> tuple[int, str | None]:
-    """Run a script in the processes that `config` says. Return the exit code and, if it is not 0, what to say.
+    """Run a script in the processes of `config`. Return the exit code and, if it is not 0, a message.
 
     Args:
         folder: the launch's folder.
@@ -82,7 +82,7 @@ def _agent_config(config: LaunchConfig, node: Machine, attempts: Attempts) -> Ag
 
 @contextlib.contextmanager
 def _quiet_agent(config: LaunchConfig, record: AgentsRecord) -> Iterator[None]:
-    """Inside, torch's agent logs only errors, or nothing if it can say nothing new, and `record` listens."""
+    """A context in which torch's agent logs only new errors, which `record` receives."""
     level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
     before = {
         log: log.level
@@ -104,19 +104,19 @@ def _no_meeting(config: LaunchConfig, error: Exception, node: Machine) -> ExoGym
     cause = error.__cause__ or error
     if isinstance(cause, WrongSecret):
         return TrainingError(
-            f"{cause}: set {SECRET} to the same text on all machines, or give another master_port= if the other "
-            "run continues"
+            f"{cause}: set {SECRET} to the same text on all machines, or pass another master_port= if the other run "
+            "continues"
         )
     number = cause.errno if isinstance(cause, OSError) else None
     if number == errno.EADDRINUSE:
         return ArgumentError(
-            f"port {config.port} is taken on this machine: give another master_port=, the "
-            "same on all machines (with one machine, leave it out: a free port is found)"
+            f"port {config.port} is taken on this machine: pass another master_port=, the same on all machines (on a "
+            "single machine, leave it out to use a free port)"
         )
     if number == errno.EADDRNOTAVAIL:
         return ArgumentError(
-            f"master_addr={config.address!r} belongs to no interface of this machine: give an address "
-            "of this machine (`ip addr`, macOS: ifconfig), or a node_rank other than 0"
+            f"master_addr={config.address!r} belongs to no interface of this machine: pass an address of this machine "
+            "(`ip addr`, macOS: ifconfig), or a node_rank other than 0"
         )
     if node.attempt >= 0 and not isinstance(error, RendezvousTimeoutError):
         return TrainingError(f"a machine has left the run: {cause}")
@@ -176,7 +176,7 @@ class Attempts(DefaultLogsSpecs):
         return made
 
     def _who_failed(self) -> str:
-        """Return which rank of this node ended the last attempt, and how; or that another host's rank did."""
+        """Return which rank of this node ended the last attempt and how, or that another host's rank did."""
         ranks, files = self.output.ranks, self._error_files
         wrote = [local_rank for local_rank, path in files.items() if os.path.isfile(path)]
         failures = {ranks[local_rank]: ProcessFailure(local_rank, 0, 1, files[local_rank]) for local_rank in wrote}
@@ -195,7 +195,7 @@ class Attempts(DefaultLogsSpecs):
 
 
 class AgentsRecord(logging.Filter):
-    """A log filter that hides torch's line about a failed process and stores the facts. `tell` describes the failure.
+    """A log filter that hides torch's line about a failed process and stores its facts for `tell`.
 
     Attributes:
         failed: (local rank, process id, exit code) of the last failure, or None if no process on this machine has
@@ -223,16 +223,16 @@ def _recorded(failure: ProcessFailure) -> dict[str, str | float]:
 
 
 def is_lost(failure: ProcessFailure) -> bool:
-    """Return whether a rank failed only because another rank had ended and their connection was lost."""
+    """Return whether a rank failed only because it lost its connection to a rank that had ended."""
     return bool(_recorded(failure).get("lost"))
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return (rank, failure) of the failure that most likely caused the others.
 
-    A rank that died without recording an error (killed or crashed) comes first, because such an end causes errors on
-    other ranks. Ranks with a recorded error follow, from the earliest error to the latest. Then come ranks that only
-    lost a connection to another rank. Ranks that the launcher stopped come last.
+    A rank that died without recording an error (killed or crashed) comes first, because its end causes errors on other
+    ranks. Ranks with a recorded error follow in order of time, then ranks that only lost a connection to another rank,
+    and last the ranks that the launcher stopped.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -248,8 +248,7 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 def exit_code(failure: ProcessFailure) -> int:
     """Return the launch's exit code after a rank's failure, as in a shell: 128 + the signal for a killed rank.
 
-    If the launcher stopped the rank while the rank handled its own error, the code is 1, as if the rank had ended by
-    itself.
+    If the launcher stopped the rank while it was handling its own error, the code is 1, as if it had ended by itself.
     """
     if failure.exitcode == -signal.SIGTERM and _recorded(failure):
         return 1
@@ -272,7 +271,7 @@ def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> s
 
 
 def describe(rank: int, failure: ProcessFailure, world_size: int | None, log_dir: Path | None) -> str:
-    """Return one line that describes a rank's failure and says where to read the rank's output."""
+    """Return one line that describes a rank's failure and where to find its output."""
     where = [f'above, after "[rank {rank}]"']
     if log_dir is not None:
         where.append(f"in {log_dir / f'training_rank_{rank}.log'}")

@@ -10,31 +10,30 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 DEFAULT_PORT = 29500
 BACKENDS = ("gloo", "nccl", "mpi")
 BACKEND_VARIABLE = "EXOGYM_BACKEND"  # set by the launcher, read by init_process_group
-FIRST_RANK = "EXOGYM_FIRST_RANK"  # in the environment: this launch is part of a larger run, from this rank on
+FIRST_RANK = "EXOGYM_FIRST_RANK"  # environment variable: this launch's first rank in a larger run
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The settings of a launch. Invalid settings raise an error when the object is made.
+    """The settings of a launch, which are checked when the object is created.
 
     Args:
         nproc_per_node: number of processes to start on this machine.
-        nnodes: number of machines. You start the launcher once on each machine.
+        nnodes: number of machines. Start the launcher once on each machine.
         node_rank: number of this machine, 0 to nnodes - 1. Machine 0 has the first ranks.
-        master_addr: name or address of machine 0. Several machines need this setting. A single machine uses its
+        master_addr: name or address of machine 0, required if there are several machines. A single machine uses its
             loopback.
         master_port: port of machine 0 at which the other machines connect. Default: 29500 with several machines, a free
             port with one machine.
-        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names no backend. If `backend` is None,
-            ExoGym chooses a backend that fits the machine.
+        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names no backend. Default: a backend
+            that fits the machine.
         max_restarts: how often all processes may be restarted after a failure.
-        monitor_interval: seconds between two checks whether the processes still run.
+        monitor_interval: seconds between checks whether the processes are still running.
         start_timeout: whole seconds within which the launchers of all machines must connect.
-        log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. If `log_dir` is None,
-            no files are written.
+        log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`, or None for no files.
 
     Raises:
-        ArgumentError: a setting is invalid. The message names the setting and its allowed values.
+        ArgumentError: a setting is invalid. The message gives the allowed values.
 
     >>> LaunchConfig(nproc_per_node=4).nnodes
     1
@@ -61,7 +60,7 @@ class LaunchConfig:
         for name in ("node_rank", "max_restarts"):
             check_count(name, getattr(self, name), least=0)
         if self.node_rank >= self.nnodes:
-            raise ArgumentError(f"node_rank={self.node_rank} is too large for nnodes={self.nnodes}: count from 0")
+            raise ArgumentError(f"node_rank={self.node_rank} is too large for nnodes={self.nnodes}: numbers start at 0")
         if self.nnodes > 1 and self.master_addr is None:
             raise ArgumentError(f"nnodes={self.nnodes} needs master_addr=: the name or address of machine 0")
         if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):
@@ -77,8 +76,8 @@ class LaunchConfig:
             check_backend(self.backend)
             if self.backend == "mpi":
                 raise ArgumentError(
-                    "backend='mpi': this launcher cannot start MPI processes. Run mpirun -n 4 python script.py, with "
-                    "init_process_group('mpi') in the script"
+                    "this launcher cannot start MPI processes (backend='mpi'). Run mpirun -n 4 python script.py, and "
+                    "call init_process_group('mpi') in the script"
                 )
 
     @property
@@ -88,7 +87,7 @@ class LaunchConfig:
 
     @property
     def port(self) -> int:
-        """Port of machine 0, to which the other machines connect. The value 0 means any free port."""
+        """Port of machine 0, to which the other machines connect; 0 means any free port."""
         return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
 
     @property
@@ -102,7 +101,7 @@ LaunchConfig.__init__ = checked(LaunchConfig.__init__)  # type: ignore[method-as
 
 def _missing(backend: str) -> str | None:
     """Return why `backend` does not work on this machine, or None if it works."""
-    import torch  # only here: the page and the hosts' checks load none
+    import torch  # imported only here, because the page and the hosts' checks don't need torch
     import torch.distributed as dist
 
     if not dist.is_available():

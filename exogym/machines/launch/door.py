@@ -1,14 +1,14 @@
-"""A listening socket, the door, that checks the run's secret before it reads anything else from a new connection.
+"""The door: a listening socket that checks the run's secret before it reads anything else from a new connection.
 
-Both the door and the connecting process, the guest, prove that they know the secret. Neither sends the secret itself:
+The door and the connecting process, the guest, prove to each other that they know the secret without sending it:
 
     door  -> guest  a: 32 random bytes
     guest -> door   b: 32 random bytes; the proof HMAC-SHA256(secret, "guest", service, a, b)
     door  -> guest  the proof HMAC-SHA256(secret, "door", service, a, b), or 32 zero bytes if the guest's proof is wrong
 
-A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection. If that
-guest was a process of the run, it tries again. A correct proof needs only one message, so strangers who fill the door
-with connections cannot keep the run's processes out.
+A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection, and a
+process of the run tries again. A correct proof needs only one message, so strangers who flood the door with connections
+can't keep the run's processes out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}  # three
 
 
 class WrongSecret(ConnectionError):
-    """Raised when the other end of a connection does not know the run's secret."""
+    """The other end of a connection doesn't know the run's secret."""
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -60,7 +60,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
-    """Return the bytes that prove the knowledge of `secret`: an HMAC-SHA256 that cannot be computed without it.
+    """Return the HMAC-SHA256 that proves knowledge of `secret`.
 
     Args:
         who: the end that proves its knowledge, "guest" or "door".
@@ -72,7 +72,7 @@ def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection without a proof so far."""
+    """A connection that has not sent a proof yet."""
 
     connection: socket.socket
     address: str
@@ -82,7 +82,7 @@ class _Guest:
 
 
 class Door:
-    """Accepts connections. A service gets a connection after the other end has proved that it knows `secret`.
+    """Accept connections, and pass each to its service once the other end has proved that it knows `secret`.
 
     Args:
         selector: waits for data on the connections. A selector key's `data` is the function to call when the connection
@@ -186,7 +186,7 @@ class Door:
 
 
 def knock(address: str, port: int, secret: str, service: str, timeout_s: float) -> socket.socket:
-    """Connect to the door at `address` and `port`. Return the connection once both ends have proved the secret.
+    """Connect to a door, and return the connection once both ends have proved the secret.
 
     If nothing answers or the connection is lost, try again until `timeout_s` seconds have passed.
 
@@ -233,7 +233,7 @@ def _exactly(connection: socket.socket) -> bytes:
 
 
 def make_lively(connection: socket.socket) -> None:
-    """Let a connection send small messages without delay, and detect a lost other end within three minutes."""
+    """Send small messages without delay, and detect the loss of the other end within three minutes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

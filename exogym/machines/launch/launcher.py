@@ -23,7 +23,7 @@ SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SI
 
 
 class DistributedLauncher:
-    """Runs a script in several processes on this machine, as `config` says.
+    """Run a script in several processes on this machine with the settings `config`.
 
     >>> DistributedLauncher(LaunchConfig(nproc_per_node=2)).config.nproc_per_node
     2
@@ -31,35 +31,35 @@ class DistributedLauncher:
 
     def __init__(self, config: LaunchConfig):
         if not isinstance(config, LaunchConfig):
-            raise ArgumentError(f"DistributedLauncher wants a LaunchConfig, got a {type(config).__name__}")
+            raise ArgumentError(f"DistributedLauncher needs a LaunchConfig, not a {type(config).__name__}")
         self.config = config
 
     def launch(self, script: str | os.PathLike[str], *args: Any, module: bool = False) -> int:
-        """Run `script` with `args` in every process on this machine, wait, and return the exit code.
+        """Run `script` with `args` in every process on this machine, wait for them, and return the exit code.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment. OMP_NUM_THREADS is 1 unless you have set it, and
-        EXOGYM_BACKEND is the config's backend. The processes' output goes to the terminal, each line after `[rank N]`.
-        If a process fails, the launcher stops all processes, and restarts them up to `max_restarts` times.
+        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment. OMP_NUM_THREADS is 1 unless you set it, and
+        EXOGYM_BACKEND is the config's backend. The processes' output goes to the terminal, with `[rank N]` before each
+        line. If a process fails, the launcher stops all processes and restarts them up to `max_restarts` times.
 
         Args:
-            script: path of a Python file, or with `module=True` a module's name, as for `python -m`.
+            script: path of a Python file, or a module's name as for `python -m` if `module`.
             args: the script's arguments, passed as text.
             module: True if `script` is a module's name.
 
         Returns:
-            0 if all processes ended well; otherwise the exit code of the first failed process, or 128 + the signal that
+            0 if all processes succeeded; otherwise the exit code of the first failed process, or 128 + the signal that
             killed it.
 
         Raises:
             ArgumentError: the script does not exist, or a port is taken.
             TrainingError: not all machines connected within `start_timeout` seconds, or machine 0 was lost.
-            KeyboardInterrupt: after Ctrl-C, when all processes have ended. (SIGTERM also first ends all processes, and
+            KeyboardInterrupt: after Ctrl-C, once all processes have ended. (SIGTERM also ends all processes first, and
                 then has its usual effect.)
         """
         target = os.fspath(script)
         if not module and not os.path.isfile(target):
-            raise ArgumentError(f"script={target!r} does not exist in {os.getcwd()}: give the path of a Python file")
+            raise ArgumentError(f"script={target!r} does not exist in {os.getcwd()}: pass the path of a Python file")
         log_dir = self._log_dir()
         from exogym.machines.launch.attempts import run  # loads torch
 
@@ -79,7 +79,7 @@ class DistributedLauncher:
             if said:
                 notice(said)
             return code
-        return 128 + stop.number  # the caller's handler of the signal did not end the process
+        return 128 + stop.number  # the caller's signal handler did not end the process
 
     def _log_dir(self) -> Path | None:
         if self.config.log_dir is None:
@@ -88,7 +88,7 @@ class DistributedLauncher:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ArgumentError(f"log_dir={str(folder)!r} cannot be made: {error}") from None
+            raise ArgumentError(f"log_dir={str(folder)!r} cannot be created: {error}") from None
         return folder
 
 
@@ -109,8 +109,7 @@ def launch_distributed_training(
 ) -> int:
     """Run `script` with `args` in `nproc_per_node` processes on this machine, and return the exit code.
 
-    This is the same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`. See `LaunchConfig` for the other
-    arguments.
+    Equivalent to `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`; see `LaunchConfig` for the arguments.
     """
     config = LaunchConfig(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, backend, max_restarts, monitor_interval,

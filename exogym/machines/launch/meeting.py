@@ -1,8 +1,8 @@
-"""Connect the launchers of several machines, and let all ranks reach the same torch store.
+"""Connect the launchers of several machines, and give all ranks access to one torch store.
 
-The launchers connect to a `Door` on machine 0. The ranks find each other through torch's `TCPStore`. This store checks
-no secret, so it listens only on the loopback of machine 0. On every other machine a `Relay` listens on the loopback
-instead, and sends the ranks' data through the door to the store.
+The launchers connect to a `Door` on machine 0. The ranks find each other through torch's `TCPStore`, which checks no
+secret and therefore listens only on the loopback of machine 0. On every other machine, a `Relay` listens on the
+loopback and sends the ranks' data through the door to the store.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class MeetingPlace:
-    """Machine 0's server for the launchers of all machines. The server answers in a thread until it is closed.
+    """Machine 0's server for the launchers of all machines, which answers in a thread until it is closed.
 
     Args:
         address, port: where the server listens. With `port=0` it chooses a free port.
@@ -138,11 +138,11 @@ class Link:
                     self.store.hear(json.loads(line))
             except (OSError, ValueError, KeyError) as error:
                 why = str(error)
-        self.store.fail(f"the launcher of machine 0 is lost: {why}")
+        self.store.fail(f"the connection to the launcher of machine 0 is lost: {why}")
 
 
 class Relay:
-    """Replaces the ranks' store on a machine other than machine 0, until it is closed.
+    """Replace the ranks' store on a machine other than machine 0, until it is closed.
 
     It listens on the machine's loopback, at its attribute `port`, and sends the ranks' data to the store on machine 0.
 

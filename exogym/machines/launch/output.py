@@ -46,7 +46,7 @@ class _RankPipe:
 
 
 class Screens:
-    """Prints the ranks' lines on terminals. If a terminal is closed, printing on it stops, and the ranks continue."""
+    """Print the ranks' lines on terminals. If a terminal is closed, the ranks continue without it."""
 
     def __init__(self) -> None:
         self._deaf: set[int] = set()
@@ -65,7 +65,7 @@ class Screens:
 
 
 class LogFiles:
-    """Appends the ranks' output to files in `folder`. If writing fails (a full disk), training continues."""
+    """Append the ranks' output to files in `folder`. If writing fails (a full disk), training continues."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -90,13 +90,12 @@ class LogFiles:
 
 
 class RankOutput:
-    """Receives the output of this machine's ranks through pipes, in a thread, and prints and saves it.
+    """Receive the output of this machine's ranks through pipes, in a thread, and print and save it.
 
     Args:
         folder: folder for the pipes `{local_rank}.out` and `{local_rank}.err`.
         nproc: number of ranks on this machine.
-        log_dir: folder for the files `training_rank_{rank}.log`, to which the output is appended. If `log_dir` is None,
-            no files are written.
+        log_dir: folder for the files `training_rank_{rank}.log`, to which the output is appended, or None for no files.
     """
 
     def __init__(self, folder: Path, nproc: int, log_dir: Path | None):

@@ -1,10 +1,10 @@
-"""A rendezvous handler for torch's elastic agent. It connects the machines of a launch, ordered by their node_rank.
+"""A rendezvous handler for torch's elastic agent that connects the machines of a launch in order of their node_rank.
 
 Unlike torch's c10d rendezvous, this handler unpickles nothing and checks the run's secret. The launchers exchange
 messages through machine 0 (see `exogym.machines.launch.meeting`).
 
 For every attempt (the first start and each restart), machine 0 opens a new store for the ranks on its loopback, and the
-launchers use keys that begin with the attempt's number. So nothing remains from a failed attempt.
+launchers' keys begin with the attempt's number, so nothing remains from a failed attempt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Machine:
 
 
 class OrderedRendezvous(RendezvousHandler):
-    """Connects `nnodes` machines for torch's elastic agent. The machines are ordered by `node.rank`.
+    """Connect `nnodes` machines for torch's elastic agent, in the order of `node.rank`.
 
     Args:
         node: this machine.
@@ -61,7 +61,7 @@ class OrderedRendezvous(RendezvousHandler):
 
     Raises:
         RendezvousConnectionError: machine 0 cannot listen, cannot be reached, or has another secret.
-        ArgumentError: two machines have the same `node.rank`. Every machine raises this error.
+        ArgumentError: two machines have the same `node.rank`. Raised on every machine.
     """
 
     def __init__(self, node: Machine, nnodes: int):
@@ -87,8 +87,8 @@ class OrderedRendezvous(RendezvousHandler):
         if node.rank == 0:
             if not secret:
                 notice(
-                    f"{SECRET} is not set: anybody who can reach port {port} of {node.address} can disturb this run; "
-                    "set it to the same long random text on all machines"
+                    f"{SECRET} is not set, so anybody who can reach port {port} of {node.address} can disturb this "
+                    "run: set it to the same long random text on all machines"
                 )
             self.host = MeetingPlace(node.address, port, secret)
             port = self.host.port
@@ -131,8 +131,8 @@ class OrderedRendezvous(RendezvousHandler):
         place = store.add(f"{before}/came", 1) - 1
         if place >= n:
             raise ArgumentError(
-                f"nnodes={n} machines have connected already, so node_rank={self.node.rank} on this machine is one too "
-                "many: start the launcher once per machine, or raise nnodes"
+                f"nnodes={n} machines have connected already, so there is no place for node_rank={self.node.rank} on "
+                "this machine: start the launcher once per machine, or raise nnodes"
             )
         store.set(f"{before}/claim/{place}", str(self.node.rank))
         all_came = store.later("get", [f"{before}/claim/{i}" for i in range(n)])
@@ -148,7 +148,7 @@ class OrderedRendezvous(RendezvousHandler):
             seen = store.later("get", [f"{before}/seen/{i}" for i in range(n)])
             wait([seen], FAREWELL_S)  # the meeting ends with its node, so all wait until all know
             raise ArgumentError(
-                f"the {n} machines gave node_rank={', '.join(map(str, claims))}: give each of 0 to {n - 1} once"
+                f"the {n} machines have node_rank={', '.join(map(str, claims))}: use each of 0 to {n - 1} once"
             )
         self._next = store.later("get", [f"exogym/{self.node.attempt + 1}/came"])
 
@@ -209,5 +209,5 @@ def check_address(master: str) -> None:
         socket.getaddrinfo(master, 9, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise ArgumentError(
-            f"master_addr={master!r} is unknown on this network ({error}): give a name or address of machine 0"
+            f"master_addr={master!r} is unknown on this network ({error}): pass a name or address of machine 0"
         ) from None

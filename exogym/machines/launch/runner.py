@@ -30,7 +30,7 @@ CUT = ("Connection reset by peer", "Connection closed by peer", "Connection was 
 
 
 def end_with(launcher: int) -> None:
-    """Let the kernel end this process if the launcher is killed (Linux only)."""
+    """Have the kernel end this process if the launcher is killed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:
@@ -38,7 +38,7 @@ def end_with(launcher: int) -> None:
 
 
 def mark_path(folder: str) -> str:
-    """Return the path of the file whose existence tells the launcher that this process still runs."""
+    """Return the path of the file that exists while this process is running."""
     return os.path.join(folder, "running", str(os.getpid()))
 
 
@@ -58,7 +58,7 @@ def kinds(error: BaseException) -> list[str]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether `error` was only caused by the end of another rank.
+    """Return whether `error` was caused only by the end of another rank.
 
     >>> is_lost(RuntimeError("[1] Connection closed by peer [10.0.0.2]:33421")), is_lost(ValueError("Broken pipe"))
     (True, False)

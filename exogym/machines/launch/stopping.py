@@ -17,7 +17,7 @@ RUNNING = "running"  # subfolder of a launch's folder, where each rank has a mar
 
 
 class Interrupted(BaseException):
-    """Raised when a signal asks this process to end."""
+    """A signal asked this process to end."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -39,7 +39,7 @@ class Stop:
     before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def hold(self) -> None:
-        """Ignore the block's signals from now on, so that they do not interrupt the cleaning up."""
+        """Ignore the block's signals from now on, so that they don't interrupt the cleanup."""
         for number in self.before:
             signal.signal(number, signal.SIG_IGN)
 

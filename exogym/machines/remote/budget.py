@@ -1,4 +1,4 @@
-"""Limits for the disk space on this machine that one host of a run may fill.
+"""Limits on the disk space of this machine that one host of a run may fill.
 
 printed output    256 MB are saved; later output is printed but not saved
 files of the run  1 GB is copied while the run trains; the rest is copied at the end of the run
@@ -13,11 +13,11 @@ from pathlib import Path
 
 PRINTED_BYTES, TOLD_BYTES = 256 << 20, 1 << 30
 FETCHED_SHARE = 0.25
-LINE_BYTES = 1 << 20  # longest line that is read as one
+LINE_BYTES = 1 << 20  # longest line that is read in one piece
 
 
 class Quota:
-    """A limit for written bytes: at most `most_bytes` in total. `left` bytes may still be written.
+    """A limit of `most_bytes` written bytes, of them `left` remaining.
 
     >>> budget = Quota(10)
     >>> budget.take(6), budget.take(6), budget.left, budget.take(4)
@@ -29,7 +29,7 @@ class Quota:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> bool:
-        """Subtract `count` bytes from the remaining bytes and return True. If too few remain, only return False."""
+        """Subtract `count` from the remaining bytes and return True, or only return False if too few remain."""
         with self._lock:
             if count > self.left:
                 return False

@@ -33,16 +33,15 @@ FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*);
 
 
 class Logs:
-    """Prints the hosts' output, each line after its host's address, and saves the output in the run's folder.
+    """Print the hosts' output, with the host's address before each line, and save it in the run's folder.
 
     Args:
         folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
             launcher or ssh). At most `PRINTED_BYTES` are saved for each host.
-        echo: True to also print the output on this machine's terminal.
+        echo: whether to print the output on this machine's terminal as well.
 
     Attributes:
-        first: (number of the failed rank's host, the launcher's line about this rank) for the first failure, or None if
-            no rank has failed.
+        first: the first failure as (number of the rank's host, the launcher's line about the rank), or None.
     """
 
     def __init__(self, folder: Path, echo: bool = True):
@@ -55,7 +54,7 @@ class Logs:
         self._blocks: set[tuple[int, int, str]] = set()  # (host, stream, file) inside a harmless block
 
     def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
-        """Print and save a line of host `number`'s output. With `ranks`, only these ranks' lines go to ranks' files."""
+        """Print and save a line of host `number`'s output. Only lines of `ranks` go to ranks' files."""
         found = RANK.match(line)
         if found is not None and ranks is not None and int(found[1]) not in ranks:
             found = None
@@ -93,15 +92,15 @@ class Logs:
 
 
 class Channel:
-    """Starts a host's processes of a run over SSH, and receives the host's output and reports.
+    """Start a host's processes of a run over SSH, and receive the host's output and reports.
 
     Args:
         number: position of `order` in the list of the run's commands.
         order: the command for the host.
         logs: prints and saves the host's output.
         board: receives the host's reports.
-        ended: called with this channel, in another thread, when the host's command has ended. This channel's `status`
-            is then the exit status.
+        ended: called with this channel, in another thread, when the host's command has ended with the exit status
+            `status`.
     """
 
     def __init__(self, number: int, order: HostOrder, logs: Logs, board: Board, ended: Callable[[Channel], None]):
@@ -123,7 +122,7 @@ class Channel:
         self._send(b".")
 
     def dismiss(self) -> None:
-        """Let the host end the command without a message, because the run no longer needs it."""
+        """Have the host end the command without a message, because the run no longer needs it."""
         self._send(DISMISSED)
 
     def _send(self, data: bytes) -> None:
@@ -140,12 +139,12 @@ class Channel:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Cut the connection to the host. The host then ends its processes of the run by itself."""
+        """Cut the connection to the host, which then ends its processes of the run by itself."""
         self.stop()
         self.process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the host's command has ended. Return False if it still runs after `timeout_s` seconds."""
+        """Wait until the host's command has ended. Return False if it is still running after `timeout_s` seconds."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -22,8 +22,8 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Quota) -> No
     """Copy the file `path` in `folder` on `host` to `target` on this machine, completely or not at all.
 
     Args:
-        budget: the bytes that files from this host may still fill on this machine. Larger files are rejected. If the
-            host sends more bytes than it announced, the rest is not read.
+        budget: the bytes that files from this host may still fill on this machine. Larger files are rejected, and bytes
+            beyond the announced size are not read.
 
     Raises:
         ExoGymError: the file does not exist, is too large, was damaged on the way, or cannot be written to `target`.
@@ -42,7 +42,7 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Quota) -> No
             with open(made, "wb") as file:
                 copied = _copied(inquiry.process.stdout, file, size)
             if copied != digest:
-                raise ExoGymError(f"{path} from {host.address} was cut short or damaged on the way: fetch it again")
+                raise ExoGymError(f"{path} from {host.address} was truncated or damaged on the way: fetch it again")
     except (Unanswered, LookupError) as error:
         inquiry.end(END_S)
         why = inquiry.diagnosis()[1] if isinstance(error, Unanswered) else error.args[0]
@@ -68,7 +68,7 @@ def _facts(said: Any) -> tuple[int, str]:
     """Return the size and SHA-256 of a file that a host is about to send.
 
     Raises:
-        LookupError: the host sends no file. The text is the host's.
+        LookupError: the host sends no file. The message is the host's.
     """
     given = said if isinstance(said, dict) else {}
     size, digest = given.get("size"), given.get("sha256")

@@ -2,8 +2,8 @@
 
     hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; the run's events
 
-Hosts send their reports over the run's ssh connections. The controller does not trust the reports. It only uses known
-names whose values are finite numbers.
+Hosts send their reports over the run's ssh connections. The controller doesn't trust them: it uses only known names
+whose values are finite numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from exogym.machines.remote.orders import HostOrder
 
 NAME, TOKEN = "hosts.json", ".controller"
 EVERY_S = 2.0  # seconds between a host's reports
-SILENT_S = 15.0  # a host without a report for this time is silent
+SILENT_S = 15.0  # a host that has not reported for this long is silent
 WRITE_S = 0.5
 MOST_EVENTS = 200
 FIGURES = ("cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps", "tx_bps")
@@ -37,12 +37,12 @@ Row = dict[str, Any]
 
 
 class Board:
-    """Collects the states of a run's hosts from the hosts' reports, and saves the states in `hosts.json`.
+    """Collect the states of a run's hosts from their reports, and save them in `hosts.json`.
 
     Args:
         folder: the folder of the run's logs on the controller.
-        mirror: the controller's copy of the run folder, inside `folder`. Rank 0's host sends the files while the run
-            trains. If `mirror` is None, the run folder is not copied.
+        mirror: the controller's copy of the run folder, inside `folder`, to which rank 0's host sends the files during
+            training. None: the run folder is not copied.
         host_mirror: path of the run folder on rank 0's host, relative to the project's folder.
 
     Attributes:
@@ -153,7 +153,7 @@ class Board:
             self._trouble = True
 
     def _keep(self, said: Mapping[str, Any]) -> None:
-        """Write a received part of a run's file. Parts over the limit come at the end of the run."""
+        """Write a received part of a run's file. Parts beyond the limit are copied at the end of the run."""
         name, at, text = said.get("file"), said.get("at"), said.get("text")
         if name not in FILES or type(at) is not int or not isinstance(text, str) or self.mirror is None:
             return
@@ -187,8 +187,8 @@ class Board:
 def read_hosts(folder: str | os.PathLike[str]) -> Row:
     """Return a run's hosts, each with its state, and the run's events. Return {} if the run has no hosts.
 
-    The state of a host is "unknown" if the run's controller is lost, and "silent" if the host has not reported for
-    15 seconds.
+    A host's state is "unknown" if the run's controller is lost, and "silent" if the host has not reported for 15
+    seconds.
     """
     found = read_object(Path(folder) / NAME)
     hosts: list[Row] | None = found.get("hosts")

@@ -9,7 +9,7 @@
       "project_path": "~/whisper"
     }
 
-Values that ssh could read as an option, or that have a meaning for a shell or ssh, are rejected here.
+Values that ssh could read as an option, or that are special to a shell or to ssh, are rejected.
 """
 
 from __future__ import annotations
@@ -46,20 +46,18 @@ EXAMPLE = '{"master": "192.168.1.100", "workers": ["192.168.1.101"], "ssh_user":
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a hosts file. Fields that its entry lacks come from the file's common fields.
+    """One host of a hosts file. Fields that are missing in its entry come from the file's common fields.
 
     Attributes:
-        address: name or IP address at which the other hosts reach this host. One of the host's network interfaces must
-            have this address.
+        address: name or IP address at which the other hosts reach this host. It belongs to one of the host's network
+            interfaces.
         ssh_host: the host's name for ssh, which is the address or an alias in the user's ssh config.
-        user, key, port: user name, file of the private key, and port for ssh. A value that is None comes from the
-            user's ssh config.
-        python: path of the host's Python. If `python` is None, see `interpreter`.
-        path: the project's folder on the host. If `path` is None, the host uses the same path as the controller.
+        user, key, port: user name, private key file and port for ssh; None: from the user's ssh config.
+        python: path of the host's Python; None: see `interpreter`.
+        path: the project's folder on the host; None: the same path as on the controller.
         device: device for the host's processes, such as "auto", "cpu", "cuda", "cuda:0" or "mps".
         slots: number of processes on the host.
-        ssh_config: file that ssh reads instead of the user's config. If `ssh_config` is None, ssh reads the user's
-            config.
+        ssh_config: config file for ssh; None: the user's config.
     """
 
     address: str
@@ -75,9 +73,9 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """Path of the host's Python. This is `python` if `python` is given.
+        """Path of the host's Python: `python`, if it is set.
 
-        Otherwise this machine uses this process's Python, and other hosts use python3.
+        Otherwise it is this process's Python on this machine, and python3 on other hosts.
         """
         return self.python or (sys.executable if self.is_local else "python3")
 
@@ -87,7 +85,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether the host is this machine, with the current user. Commands then run without ssh.
+        """Whether the host is this machine and the current user, so that commands run without ssh.
 
         >>> Host("localhost", "localhost").is_local
         True
@@ -101,7 +99,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts of a run. The master is the first host. The other hosts connect to the master at `master_port`.
+    """The hosts of a run. The first one is the master, to which the others connect at `master_port`.
 
     >>> config = HostsConfig.load({"master": "10.0.0.1", "workers": [{"address": "10.0.0.2", "slots": 2}]})
     >>> config.slots, config.master.address, config.hosts[1].slots
@@ -147,7 +145,7 @@ class HostsConfig:
         if isinstance(source, Mapping):
             return _HostsReader("hosts", source).config()
         if not isinstance(source, str | os.PathLike):
-            raise ArgumentError(f"hosts_config is a {type(source).__name__}, wanted the path of a JSON file or a dict")
+            raise ArgumentError(f"hosts_config must be the path of a JSON file or a dict, not {type(source).__name__}")
         name = Path(source).name
         try:
             text = short_text(source)
@@ -166,7 +164,7 @@ class HostsConfig:
         except (ValueError, RecursionError) as error:  # numbers with thousands of digits, endlessly nested lists
             raise ArgumentError(f"{name}: unreadable JSON ({error}); wanted {EXAMPLE}") from None
         if not isinstance(value, dict):
-            raise ArgumentError(f"{name} holds a {type(value).__name__}, wanted an object such as {EXAMPLE}")
+            raise ArgumentError(f"{name} must hold an object such as {EXAMPLE}, not {type(value).__name__}")
         return _HostsReader(name, value).config()
 
 
@@ -181,7 +179,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Return whether an interface of this machine has `address`. It may look the name up."""
+    """Return whether an interface of this machine has `address`, which may be looked up."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -233,7 +231,8 @@ class _HostsReader:
             if host.is_loopback != hosts[0].is_loopback:
                 raise self._wrong(
                     where, f"={host.address!r} beside master={hosts[0].address!r}",
-                    "addresses at which the hosts reach each other: on each host, localhost is another machine",
+                    "addresses at which the hosts reach each other, because localhost means another machine on each "
+                    "host",
                 )  # fmt: skip
             if host.address in seen and not host.is_loopback:
                 raise self._wrong(where, f"={host.address!r} occurs twice", 'one entry with "slots": 2')
@@ -271,12 +270,12 @@ class _HostsReader:
     def _pick(
         self, own: Mapping[str, Any], where: str, name: str, common: str, checked: Callable[[str, Any], Any]
     ) -> Any:
-        """Return the `checked` value of the host's own field, or of the common field; None if neither exists."""
+        """Return the `checked` value of the host's own field or the common field, or None."""
         if name not in own and common not in self.fields:
             return None
         field, value = (f"{where}.{name}", own[name]) if name in own else (common, self.fields[common])
         if value is None:
-            raise self._wrong(field, "=null", "a value, or no such field")
+            raise self._wrong(field, "=null", "a value, or omitted")
         return checked(field, value)
 
     # Values
@@ -309,7 +308,7 @@ class _HostsReader:
     def _local_file(self, field: str, value: Any) -> str:
         text = self._text(field, value, "the path of a file")
         if "%" in text or "${" in text:
-            raise self._wrong(field, f"={_shown(text)}", "a path without % and ${, to which ssh gives a meaning")
+            raise self._wrong(field, f"={_shown(text)}", "a path without % and ${, which are special to ssh")
         return os.path.abspath(os.path.expanduser(text))
 
     def _port(self, field: str, value: Any) -> int:

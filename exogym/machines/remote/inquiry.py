@@ -20,16 +20,15 @@ MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # limits for an answer and for stder
 
 
 class Unanswered(Exception):
-    """Raised when a host gives no answer. `Inquiry.diagnosis` returns the cause."""
+    """A host doesn't answer. `Inquiry.diagnosis` returns the cause."""
 
 
 class Inquiry:
-    """Starts the program `onhost/probe.py` on a host and asks it questions about this host.
+    """Start the program `onhost/probe.py` on a host, and ask it questions about the host.
 
     Args:
         host: the host to ask.
-        answer_s: seconds to wait for each answer. If `answer_s` is None, there is no limit, and only ssh detects a lost
-            host.
+        answer_s: seconds to wait for each answer. None: no limit, so only ssh detects a lost host.
     """
 
     def __init__(self, host: Host, answer_s: float | None = ANSWER_S):
@@ -79,7 +78,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection to the host. If it is still open after `wait_s` seconds (default: `answer_s`), cut it."""
+        """End the connection to the host. Cut it if it is still open after `wait_s` seconds (default: `answer_s`)."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):
@@ -94,7 +93,7 @@ class Inquiry:
         process.stderr.close()
 
     def diagnosis(self) -> tuple[str, str, str]:
-        """Return why the host gave no answer: the failed check, its finding and the remedy."""
+        """Return why the host didn't answer: the failed check, its finding and the remedy."""
         said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
             return "reachable", f"no answer within {self.answer_s:g} s", "check the host's load and its network"
@@ -113,7 +112,7 @@ def ask(host: Host, question: str, **given: Any) -> Any:
     """Ask a host one question, over a new connection, and return the answer of `onhost/probe.py`.
 
     Raises:
-        ExoGymError: the host did not answer. The message says what to do.
+        ExoGymError: the host didn't answer. The message says what to do.
     """
     inquiry, answer = Inquiry(host), None
     with contextlib.suppress(Unanswered):
@@ -125,7 +124,7 @@ def ask(host: Host, question: str, **given: Any) -> Any:
     return answer
 
 
-_PYTHON = "name the host's Python, 3.11 or later, in python_env or in its own field python"
+_PYTHON = "set python_env, or the host's own field python, to a Python 3.11 or later on the host"
 # ssh's message in lower case; the failed check; the remedy.
 _SIGNS = (
     (
@@ -144,12 +143,12 @@ _SIGNS = (
         "allow the key on the host: ssh-copy-id -i KEY {target}; or name another key in ssh_key_path, or another user "
         "in ssh_user. {by_hand} must work without a question",
     ),
-    ("could not resolve", "reachable", "give its IP address, or its name for ssh in ssh_host"),
+    ("could not resolve", "reachable", "use its IP address, or put its name for ssh into ssh_host"),
     (
         "connection refused",
         "reachable",
-        "start the ssh server there (macOS: Settings, Sharing, Remote Login; Debian: apt-get install openssh-server), "
-        "or give its port in ssh_port",
+        "start the ssh server there (macOS: Settings, Sharing, Remote Login; Debian: apt-get install "
+        "openssh-server), or set its port in ssh_port",
     ),
     ("", "reachable", "check that the host is on and in this network: {by_hand}"),
 )

@@ -1,7 +1,7 @@
 """Check every host before a run starts, and name a remedy for each problem.
 
-All hosts are checked at the same time, each over one connection. Checks that cannot work are skipped: without a login,
-for example, Python is not checked.
+All hosts are checked at the same time, each over one connection. Checks that depend on a failed check are skipped: if
+the login fails, for example, Python is not checked.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LEAST_DISK_BYTES = 1_000_000_000
 MOST_CLOCK_S = 5.0
 SHOWN_FILES = 3
 WAY = "way to the others"
-OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can resume from them"
+OWN_FOLDER = "not shared with the master: this host keeps its own nodes' rows, and can resume from them"
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check's result on one host: `check` (name), `ok` (whether it passed), `seen` (its finding) and `remedy`.
+    """The result of a check on one host: `check` (its name), `ok` (whether it passed), `seen` (its finding), `remedy`.
 
     >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
     >>> check.ok, check.remedy
@@ -47,7 +47,7 @@ class Check:
 
 
 class Controller:
-    """This machine's versions of torch and exogym, and its files' checksums. All hosts must have the same values.
+    """This machine's versions of torch and exogym and its files' checksums, which all hosts must match.
 
     Args: see `check_hosts`.
     """
@@ -66,7 +66,7 @@ class Controller:
 
 
 class Inspection:
-    """Checks one host and collects the results in `checks`.
+    """Check one host, and collect the results in `checks`.
 
     Args:
         config: the hosts of the run.
@@ -86,7 +86,7 @@ class Inspection:
         self.place: tuple[str, int] | None = None
         self._inquiry: Inquiry | None = None
 
-    # Three parts; all hosts do each part at the same time
+    # Three parts, each of which runs on all hosts at the same time
 
     def look(self) -> None:
         """Check the host's login, software, disk, device and address."""
@@ -106,8 +106,8 @@ class Inspection:
                 self._save_dir()
         except Unanswered:
             self._unanswered()
-        except ExoGymError as error:  # this machine lacks this Python
-            self._note("python", False, str(error), f"name the host's Python in {self._field('python', 'python_env')}")
+        except ExoGymError as error:  # this machine doesn't have this Python
+            self._note("python", False, str(error), f"set {self._field('python', 'python_env')} to the host's Python")
         finally:
             if self.index == 0:
                 self.here.token_is_written.set()
@@ -126,11 +126,11 @@ class Inspection:
             self._note(
                 WAY, not trouble, trouble or f"reaches {', '.join(address for address, _ in targets)}",
                 f"open the firewall between the hosts for port {self.config.master_port} and ports above 1023, and "
-                "give their addresses in one network",
+                "use addresses on one network",
             )  # fmt: skip
 
     def end(self) -> None:
-        """Remove the files that the checks left on the host, and end the connection."""
+        """Remove the checks' files from the host, and end the connection."""
         if self._inquiry is None:
             return
         try:
@@ -142,7 +142,7 @@ class Inspection:
             self._inquiry.end()
 
     def abort(self) -> None:
-        """Cut the connection at once, even while another thread waits for an answer."""
+        """Cut the connection immediately, even while another thread is waiting for an answer."""
         if self._inquiry is not None:
             self._inquiry.process.kill()
 
@@ -196,7 +196,7 @@ class Inspection:
         here = self.here.sums
         if here is None:
             return
-        remedy = "copy the project to the host (--sync does it; in Python, sync=True), or name its folder in "
+        remedy = "copy the project to the host (with --sync, or sync=True in Python), or set its folder in "
         remedy += self._field("path", "project_path")
         found = self._answer("project", remedy, "project", folder=self.folder)
         if found is None:
@@ -222,7 +222,9 @@ class Inspection:
 
     def _device(self) -> None:
         device = self.host.device
-        remedy = f"give one of the host's devices in {self._field('device')}, or install a torch that supports it"
+        remedy = (
+            f"set {self._field('device')} to one of the host's devices, or install a torch that supports this device"
+        )
         found = self._answer("device", remedy, "device", device=device)
         if found is not None:
             kind, _, number = device.partition(":")
@@ -233,8 +235,8 @@ class Inspection:
     def _address(self) -> None:
         host = self.host
         remedy = (
-            f"give the address that `ip addr` (macOS: ifconfig) shows on the host in {self._field('address')}; put a "
-            "name that only ssh knows into ssh_host"
+            f"set {self._field('address')} to the address that `ip addr` (macOS: ifconfig) shows on the host, and put "
+            "a name that only ssh knows into ssh_host"
         )
         found = self._answer("address", remedy, "interface", address=host.address, is_loopback=host.is_loopback)
         if found is None:
@@ -242,7 +244,7 @@ class Inspection:
         self._note("address", "interface" in found, found.get("missing") or f"on {found['interface']}", remedy)
         if self.index == 0:
             port = self.config.master_port
-            remedy = f"end the program that uses port {port} on the master, or give another master_port"
+            remedy = f"end the program that uses port {port} on the master, or use another master_port"
             if self._listen("port", port, remedy):
                 self._note("port", True, f"{port} is free")
         elif "interface" in found:
@@ -270,7 +272,7 @@ class Inspection:
     def _save_dir(self) -> None:
         """Check that this host can write into `save_dir`, and whether it shares the folder with the master."""
         token, folder = self.here.token, self.here.save_dir
-        remedy = "give a save_dir that the user may write to, on a disk that is not full"
+        remedy = "use a save_dir that the user may write to, on a disk with free space"
         own = f"{folder}/.writable-{token}-{self.index}"
         written = self._answer("save_dir", remedy, "file", path=own, folder=self.folder, text=token)
         if written is None:
@@ -297,7 +299,7 @@ class Inspection:
         return self._inquiry.ask(question, **given)
 
     def _answer(self, check: str, remedy: str, question: str, **given: Any) -> Any:
-        """Return the host's answer. Without an answer, add a failed check and return None."""
+        """Return the host's answer, or add a failed check and return None if there is none."""
         found = self._ask(question, **given)
         if isinstance(found, dict) and "error" in found:
             self._note(check, False, found["error"], remedy)
@@ -343,15 +345,15 @@ def check_hosts(
     save_dir: str | None = None,
     code: bool = True,
 ) -> list[Check]:
-    """Check all hosts at the same time. Return one `Check` per host and check, in the order of the hosts file.
+    """Run all checks on all hosts in parallel. Return the list of `Check` results, in the order of the hosts file.
 
     Args:
         hosts_config: see `HostsConfig.load`.
         project: the project's folder on this machine. Default: the current folder.
-        sync: True if the project will be copied to the hosts. Then check for rsync instead of the project's files.
-        save_dir: folder for checkpoints. Check that every host can write to this folder, and whether the hosts share
-            it. If `save_dir` is None, this check is left out.
-        code: True to check that the project's Python files on the hosts equal the files on this machine.
+        sync: True if the project will be copied to the hosts, so rsync is checked instead of the project's files.
+        save_dir: folder for checkpoints, if any: checks that every host can write to it, and whether the hosts share
+            it.
+        code: whether to check that the project's Python files on the hosts equal those on this machine.
 
     Raises:
         ArgumentError: the hosts file is wrong, or names a file that does not exist.
@@ -378,18 +380,18 @@ def check_hosts(
 
 
 def _check_files(config: HostsConfig) -> None:
-    """Refuse a missing key or ssh config. Otherwise ssh would ignore it and might log in differently."""
+    """Reject a missing key or ssh config, which ssh would ignore and then perhaps log in differently."""
     for host in config.hosts:
         for field, path in (("ssh_key_path", host.key), ("ssh_config_path", host.ssh_config)):
             if path is not None and not host.is_local and not os.path.isfile(path):
                 raise ArgumentError(
-                    f"{field}={path!r} (for {host.address}) does not exist on this machine: name an existing "
+                    f"{field}={path!r} (for {host.address}) does not exist on this machine: set it to an existing "
                     "file, or leave the field out to use your SSH config"
                 )
 
 
 def require(checks: Sequence[Check]) -> None:
-    """Raise ExoGymError if a check failed, with a line for each failure and its remedy."""
+    """Raise ExoGymError, with a line per failed check and its remedy, if any check failed."""
     failed = [check for check in checks if not check.ok]
     if failed:
         lines = [f"{check.host}: {check.check}: {check.seen}. Remedy: {check.remedy}" for check in failed]

@@ -27,25 +27,25 @@ from exogym.machines.remote.watch import RunWatch, pause_s
 
 
 class SSHLauncher:
-    """Runs scripts on the hosts of `hosts_config`.
+    """Run scripts on the hosts of a hosts file.
 
     Args:
         hosts_config: a hosts file or a dict (see `HostsConfig.load`).
-        sync: True to copy the project's folder to the hosts first, with rsync.
+        sync: whether to copy the project's folder to the hosts first, with rsync.
         max_restarts: how often all processes may be restarted after a failure.
-        min_hosts: continue the run while at least this many hosts are left, and take back hosts that return. Each host
-            then has its own `max_restarts`. The script's training must support lost hosts (see `NetworkTrainer`). If
-            `min_hosts` is None, the run needs all hosts.
-        retries: how often the whole run may be restarted on all hosts after a host was lost, with longer and longer
-            pauses. After such a restart the processes find the number of restarts in EXOGYM_NETWORK_RETRY.
+        min_hosts: continue the run while at least this many hosts are left, and readmit hosts that return. Each host
+            then has its own `max_restarts`, and the script's training must support lost hosts (see `NetworkTrainer`).
+            None: the run needs all hosts.
+        retries: how often the whole run may be restarted on all hosts after a host was lost, with exponential backoff.
+            The processes find the number of restarts in EXOGYM_NETWORK_RETRY.
         project: the project's folder on this machine. Default: the current folder.
-        out: folder in which each run gets a new folder for its logs.
-        echo: True to print the processes' output on this machine.
+        out: folder in which each run creates a folder for its logs.
+        echo: whether to print the processes' output on this machine.
 
     Attributes:
         folder: the last run's folder.
         finished: hosts that finished the last run without an error.
-        first_failure: description of the last run's first failure, or None if it is unknown.
+        first_failure: description of the last run's first failure, or None if unknown.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -84,7 +84,7 @@ class SSHLauncher:
         self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
-        """Run every check on every host, and return one `Check` for each (see `check_hosts`)."""
+        """Run all checks on all hosts, and return the list of `Check` results (see `check_hosts`)."""
         return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir)
 
     @checked
@@ -98,22 +98,21 @@ class SSHLauncher:
         folder: Path | None = None,
         mirror: Path | None = None,
     ) -> int:
-        """Run `script` with `args` in every slot of every host, wait, and return the exit code.
+        """Run `script` with `args` in every slot of every host, wait for them, and return the exit code.
 
-        Each host is checked first. The script's processes have torchrun's environment variables and EXOGYM_NETWORK=1.
-        This machine prints the processes' output, each line after the host's address, and saves it in `folder`.
+        The hosts are checked first. The script's processes have torchrun's environment variables and EXOGYM_NETWORK=1.
+        This machine prints their output, with the host's address before each line, and saves it in `folder`.
 
         Args:
-            script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
+            script: the path of a Python file in the project's folder, or a module's name if `module`.
             args: the script's arguments, passed as text.
             module: True if `script` is a module's name.
             environment: variables to add to the environment on all hosts.
-            save_dir: folder in which the script saves checkpoints. The hosts may share this folder, or each host has
-                its own folder at this path.
-            folder: folder for the logs. If `folder` is None, the logs go to a new folder in `out`.
-            mirror: path, at or below `folder`, for a copy of the run folder. Rank 0 writes the run folder on the master
-                (`runs/...` in the project's folder). New records are copied while the run trains. If `mirror` is None,
-                nothing is copied.
+            save_dir: folder in which the script saves checkpoints, which is shared by the hosts or exists on each of
+                them.
+            folder: folder for the logs; default: a new folder in `out`.
+            mirror: path, at or below `folder`, for a copy of the run folder, which rank 0 writes on the master
+                (`runs/...` in the project's folder). New records are copied during training. None: nothing is copied.
 
         Returns:
             0, or the exit code of the host that failed first.
@@ -121,8 +120,8 @@ class SSHLauncher:
         Raises:
             ArgumentError: the script does not exist, or is outside the project's folder.
             ExoGymError: the hosts are not ready; the message says what to do.
-            KeyboardInterrupt: after Ctrl-C, once the processes on all hosts have ended. SIGTERM and SIGHUP also end
-                those processes first, and then have their usual effect.
+            KeyboardInterrupt: after Ctrl-C, once the processes on all hosts have ended. SIGTERM and SIGHUP also end the
+                processes first, and then have their usual effect.
         """
         target = os.fspath(script) if module else self._script(script)
 
@@ -150,7 +149,7 @@ class SSHLauncher:
                 board.close()
                 self.first_failure = None if logs.first is None else logs.first[1]
                 logs.close()
-        return 128 + signal.SIGTERM  # the caller's handler of the signal did not end the process
+        return 128 + signal.SIGTERM  # the caller's signal handler did not end the process
 
     def fetch(self, path: str, target: Path, host: Host | None = None) -> None:
         """Copy a file from a host to this machine, completely or not at all.
@@ -161,8 +160,8 @@ class SSHLauncher:
             host: the host, by default the master.
 
         Raises:
-            ExoGymError: the file does not exist, is larger than the disk space that a host's files may fill here, or
-                was damaged on the way.
+            ExoGymError: the file doesn't exist, is larger than the disk space that a host's files may fill here, or was
+                damaged on the way.
         """
         host = host or self.config.master
         budget = self._budgets.setdefault(host, Quota.of_disk(target.parent))
@@ -174,7 +173,7 @@ class SSHLauncher:
         path = os.path.join(self.project, os.fspath(script))
         if not os.path.isfile(path):
             raise ArgumentError(
-                f"script={path!r} does not exist: give the path of a Python file in the project's folder"
+                f"script={path!r} does not exist: pass the path of a Python file in the project's folder"
             )
         return inside(self.project, path)
 
@@ -191,7 +190,7 @@ class SSHLauncher:
             raise
 
     def _run(self, parts: Callable[[int], list[HostOrder]], logs: Logs, board: Board, save_dir: str | None) -> int:
-        """Run the parts. After the loss of a host, run all again after a pause, up to `retries` times."""
+        """Run the parts, and rerun all of them after a pause if a host is lost, up to `retries` times."""
         retry = 0
         while True:
             watch = RunWatch(parts(retry), logs, board, goes_on=self.min_hosts is not None)

@@ -1,4 +1,4 @@
-"""Measure hosts and their network with the self-test. Write a file from which ExoGym predicts times."""
+"""Measure hosts and their network with the self-test, and write a file from which ExoGym predicts times."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def measure_hosts(
 ) -> Network:
     """Measure the network between the hosts, write the result to `file`, and return the measured `Network`.
 
-    The hosts time every collective, and the link of every pair of processes. With `task`, they also time a training
-    step. For each slot, the file lists the address of the slot's host.
+    The hosts time every collective and the link of every pair of processes and, if `task` is set, a training step. The
+    file lists the host's address for each slot.
 
     Args:
         hosts_config, sync, project: as for `SSHLauncher`.
-        task: a task's name, or `module:function` of the project. If `task` is None, no training step is timed.
-        data, batch_size, task_options: the task's data, batch size and options, as in a profile. A value that is None
-            means the task's default.
-        sizes_bytes: message sizes to probe. If `sizes_bytes` is None, the self-test's sizes are used.
+        task: a task's name, or `module:function` of the project. None: no training step is timed.
+        data, batch_size, task_options: the task's data, batch size and options, as in a profile; default: the task's
+            own.
+        sizes_bytes: message sizes to probe; default: the self-test's sizes.
 
     Raises:
         ExoGymError: the hosts are not ready, or the self-test failed on them. The message says why.

@@ -41,37 +41,37 @@ _folders: dict[str, Path] = {}  # the running script's folder, made by its first
 
 
 class NetworkTrainer(Trainer):
-    """Trains on real hosts: `fit` runs the calling script in every slot of every host, and waits for the result.
+    """Train on real hosts: `fit` runs the calling script in every slot of every host, and waits for the result.
 
     On the controller, where you start the script, `fit` checks the hosts, starts the script on them with `SSHLauncher`,
     waits, fetches the final model and the history, and returns. In a process on a host, `fit` trains like
-    `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after `fit`
-    runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master,
-    gives the initial weights. A script may call `fit` several times. Each call starts the script on the hosts again. On
-    the hosts, earlier calls then do not train but return their recorded results.
+    `LocalTrainer` under torchrun and then ends the process, so code before `fit` runs everywhere, but code after `fit`
+    only on the controller. Every host reads the data itself, and nothing is unpickled. The initial weights come from
+    rank 0, on the master. If a script calls `fit` several times, each call starts the script on the hosts again, where
+    earlier calls return their recorded results without training.
 
-    Under plain torchrun, `NetworkTrainer` acts as a `LocalTrainer`.
+    Under plain torchrun, `NetworkTrainer` behaves like a `LocalTrainer`.
 
     Args:
         hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
         model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
-        sync: True to copy the project's folder (the current folder) to the hosts first, with rsync.
-        min_hosts: continue without lost hosts while at least this many hosts are left, and take back hosts that return
-            (see `exogym.machines.remote.elastic`). The nodes of lost hosts are absent meanwhile, as with
-            `Faults(absent=...)`. Only for strategies of communication modules. If `min_hosts` is None, the run needs
-            all hosts.
+        sync: whether to copy the project's folder (the current folder) to the hosts first, with rsync.
+        min_hosts: continue without lost hosts while at least this many are left, and readmit hosts that return (see
+            `exogym.machines.remote.elastic`). In the meantime, the nodes of lost hosts are absent, as with
+            `Faults(absent=...)`. Only for strategies of communication modules. None: the run needs all hosts.
         nodes_per_host: number of nodes on each host. A host's slots are divided evenly among its nodes, and each slot
-            is a device of its node. A node's devices share the model as `fit(node=)` says. The default is a
-            `NodeMesh(shard=)` over all devices of the node. If `nodes_per_host` is None, `fit(node=)` sets each node's
-            number of devices; without `node`, a node has one device.
-        retries: how often the whole run may be restarted after a host was lost (with `min_hosts`: after too few hosts
-            are left), with longer and longer pauses. With `save_dir`, the run continues from the last checkpoint.
+            is a device of its node. A node's devices share the model according to `fit(node=)`, by default a
+            `NodeMesh(shard=)` over all devices of the node. If `nodes_per_host` is None, `fit(node=)` determines each
+            node's number of devices, by default one.
+        retries: how often the whole run may be restarted, with exponential backoff, after a host was lost (or, if
+            `min_hosts` is set, when too few hosts are left). If `save_dir` is set, the run continues from the last
+            checkpoint.
 
     Attributes:
         hosts: a `HostsConfig`, or None in a process on a host, which needs no hosts file.
         folder: the last run's folder, with its records, logs of all ranks, final model and history.
-        outages: with `min_hosts`, the steps at which nodes were absent in the last run, by node.
-            `Faults(absent=outages, forget=True)` gives the same run in simulation, bit for bit.
+        outages: if `min_hosts` is set, the steps at which nodes were absent in the last run, by node. A simulation with
+            `Faults(absent=outages, forget=True)` is bitwise identical to the run.
 
     >>> import torch
     >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
@@ -95,7 +95,7 @@ class NetworkTrainer(Trainer):
         nodes_per_host: int | None = None,
     ):
         super().__init__(model, train_dataset, val_dataset, loss_fn=loss_fn, metrics=metrics)
-        # A process that was started from the hosts file needs none.
+        # Processes that were started from the hosts file don't need it.
         self.hosts = None if _in_a_world() else HostsConfig.load(hosts_config)
         self.sync, self.min_hosts, self.retries = sync, min_hosts, retries
         if nodes_per_host is not None:
@@ -108,27 +108,26 @@ class NetworkTrainer(Trainer):
         """Train on the hosts, load the final weights into the trainer's model, and return this model.
 
         Args:
-            num_nodes: number of nodes. If `num_nodes` is None, each slot of the hosts file has one node. If `node`
-                gives a node several devices, each such group of slots has one node. More nodes are divided over the
-                slots as evenly as possible.
+            num_nodes: number of nodes; default: one per slot of the hosts file, or one per group of slots if `node`
+                gives a node several devices. More nodes are divided over the slots as evenly as possible.
             device: "auto" means each host's device in the hosts file.
-            processes: leave it out; the slots in the hosts file set the number of processes.
+            processes: leave it out: the hosts file's slots determine the number of processes.
             logger, callbacks: run in rank 0, on the master. Files that they write stay on the master.
-            save_dir: folder for checkpoints. The hosts may share this folder, or each host has its own folder at this
-                path. A relative path starts in the project's folder.
-            run_dir: the run folder. Rank 0 writes it on the master. A relative path starts in the project's folder. If
-                `run_dir` is None, the run uses a folder that is copied to the controller with the results (see
+            save_dir: folder for checkpoints, which is shared by the hosts or exists on each of them. A relative path
+                starts in the project's folder.
+            run_dir: the run folder, which rank 0 writes on the master. A relative path starts in the project's folder.
+                By default, the run uses a folder that is copied to the controller with the results (see
                 `exogym.core.record.run_folder`).
-            placement: leave `engine` and `cpus_per_process` out. `max_restarts` says how often all processes may be
+            placement: leave `engine` and `cpus_per_process` out. `max_restarts` is how often all processes may be
                 restarted after a failure, from the last checkpoint.
             strategy and the other arguments: as for `LocalTrainer.fit`.
 
         Raises:
-            ArgumentError: the arguments are not valid (see `LocalTrainer.fit`), or this is a notebook or a REPL, which
+            ArgumentError: the arguments are invalid (see `LocalTrainer.fit`), or this is a notebook or a REPL, which
                 has no script to run on the hosts.
             ExoGymError: the hosts are not ready; the message says what to do.
             WorkerError: a host failed. The output of its processes is in `folder`.
-            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended.
+            KeyboardInterrupt: after Ctrl-C, once the processes on all hosts have ended.
         """
         if (engine := asked.placement.engine) is not None:
             check({"engine": f"{engine=}", "NetworkTrainer": "NetworkTrainer"})
@@ -144,17 +143,17 @@ class NetworkTrainer(Trainer):
         return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
 
     def _share_slots(self, slots: Sequence[int], given: dict[str, Any]) -> None:
-        """Make each host's slots the devices of its nodes: fill in `node` and `num_nodes` of a fit.
+        """Set `node` and `num_nodes` of a fit such that each host's slots are the devices of its nodes.
 
         Raises:
-            ArgumentError: a host's slots do not divide into whole nodes, or contradict `node`.
+            ArgumentError: a host's slots can't be divided into whole nodes, or contradict `node`.
         """
         node, world = given["node"], sum(slots)
         if self.nodes_per_host is not None:
             if any(count % self.nodes_per_host for count in slots):
                 raise ArgumentError(
                     f"nodes_per_host={self.nodes_per_host}, but the hosts have {', '.join(map(str, slots))} slots: "
-                    "give each host a multiple of nodes_per_host slots"
+                    "set each host's slots to a multiple of nodes_per_host"
                 )
             devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
             if node is None and max(devices) > 1:
@@ -168,7 +167,7 @@ class NetworkTrainer(Trainer):
         if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
             raise ArgumentError(
                 f"node={_said(node, world)} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node "
-                "would be on two hosts: give node= so that each host's slots hold whole nodes"
+                "would span two hosts: choose node= such that each host's slots hold whole nodes"
             )
         if given["num_nodes"] is None:
             given["num_nodes"] = len(sizes)
@@ -192,7 +191,7 @@ class NetworkTrainer(Trainer):
             self._take(results.FitResults(local.history, local.description, local.traffic))
 
     def _on_host(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
-        """Train. If a controller waits for this fit, write the results and end the process."""
+        """Train. If a controller is waiting for this fit, write the results and end the process."""
         self.folder = part.folder
         if given["device"] == "auto":
             given["device"] = part.device
@@ -217,7 +216,7 @@ class NetworkTrainer(Trainer):
         raise SystemExit(0)
 
     def _write_run(self, part: LaunchedPart, number: int, given: dict[str, Any], is_new: bool = True) -> None:
-        """Let rank 0 write the run's folder, if the controller waits for it and no other folder is given."""
+        """Have rank 0 write the run's folder, if the controller is waiting for it and no other folder is set."""
         if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
             given["run_dir"] = folder = results.run_folder_of(part.folder, number)
             if is_new and not given["resume"]:
@@ -232,8 +231,8 @@ class NetworkTrainer(Trainer):
             check_one_fit(number)
             if member.fresh and member.again and given["save_dir"] is None:
                 raise WorkerError(
-                    "all processes were lost, and there is no checkpoint to continue from: give save_dir "
-                    "and checkpoint_interval"
+                    "all processes were lost, and there is no checkpoint to continue from: pass save_dir and "
+                    "checkpoint_interval"
                 )
             if member.fresh and given["save_dir"] is not None:
                 owns = part.owns(given["save_dir"])
@@ -260,13 +259,13 @@ class NetworkTrainer(Trainer):
         slots = self.hosts.slots
         self._share_slots([host.slots for host in self.hosts.hosts], given)
         restarts = given["placement"].max_restarts
-        if self.min_hosts is not None:  # a host that starts again takes the others' state, and needs no checkpoint
+        if self.min_hosts is not None:  # a restarted host copies the others' state and needs no checkpoint
             given["placement"] = replace(given["placement"], max_restarts=0)
         options = checked_options(FitOptions(**given))
         if options.nodes is None and options.num_nodes < slots:
             raise ArgumentError(
                 f"num_nodes={options.num_nodes}, but the hosts file has {slots} slots, and each slot needs a node: "
-                f"give at least {slots}"
+                f"pass at least {slots}"
             )
         if self.min_hosts is not None:
             elastic.check(options)
@@ -318,7 +317,7 @@ def _sizes(node: Any, world: int) -> list[int]:
     if not isinstance(node, list | tuple):
         size = getattr(node, "size", 1)
         return [size] * (world // size)
-    return [getattr(one, "size", 1) for one in node]  # what is none is refused with the options
+    return [getattr(one, "size", 1) for one in node]  # other values are refused with the options
 
 
 def _said(node: Any, world: int) -> str:

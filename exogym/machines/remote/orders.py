@@ -23,7 +23,7 @@ RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
 RUNS = "runs"
 
 START_TIMEOUT_S = 300  # for the launchers of all hosts to connect to each other
-SILENCE_S = 60.0  # after this silence of the controller (or the membership server) a host ends its part
+SILENCE_S = 60.0  # a host ends its part after this much silence of the controller (or the membership server)
 STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s
 
 
@@ -38,7 +38,7 @@ class HostOrder:
         words: the arguments of the host's Python, such as `-m exogym.launch ...`.
         folder: the command's working folder; `~` is the host's home folder.
         environment: variables to add to the host's environment.
-        alone: True if the run has only this host. The processes then use the loopback.
+        alone: True if the run has only this host, so that the processes use the loopback.
     """
 
     host: Host
@@ -52,8 +52,7 @@ class HostOrder:
         """Return the settings for `onhost/guard.py`, which runs the command on the host.
 
         Args:
-            reports: settings of the host's reports (see `Board.asked_of`). If `reports` is None, the host sends no
-                reports.
+            reports: settings of the host's reports (see `Board.asked_of`), or None for no reports.
         """
         return {
             "words": self.words, "folder": self.folder, "environment": self.environment,
@@ -76,7 +75,7 @@ def orders(
 ) -> list[HostOrder]:
     """Return each host's command, which runs `exogym.launch` (torch's elastic agent) with the host's number.
 
-    With `min_hosts`, each host's agent watches only its own processes. The first command then starts the membership
+    If `min_hosts` is set, each host's agent watches only its own processes, and the first command starts the membership
     server on the master.
 
     Args:
@@ -117,7 +116,7 @@ def orders(
 
 
 def inside(project: str, script: str | os.PathLike[str]) -> str:
-    """Return the path of `script` relative to the project's folder. This path is the same on all hosts.
+    """Return the path of `script` relative to the project's folder, which is the same on all hosts.
 
     >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
     './train.py'
@@ -129,6 +128,6 @@ def inside(project: str, script: str | os.PathLike[str]) -> str:
     if not path.is_relative_to(root):
         raise ArgumentError(
             f"script={str(path)!r} is outside the project's folder {str(root)!r}, and the hosts have only this "
-            "folder: give a script in the project's folder (or name another folder as project= of SSHLauncher)"
+            "folder: pass a script in the project's folder (or another folder as project= of SSHLauncher)"
         )
     return os.path.join(".", path.relative_to(root))

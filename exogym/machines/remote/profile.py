@@ -39,7 +39,7 @@ EVALUATIONS = 10  # after the first evaluation; a few more if 10 does not divide
 
 @dataclass(frozen=True)
 class RunProfile:
-    """The fields of a profile, which say what to train, how to train, and on which hosts.
+    """The fields of a profile: what to train, how, and on which hosts.
 
     Attributes:
         task, data, task_options: the task, as for `exogym.tasks.load_task`: a name such as "digits" or "whisper", or
@@ -47,12 +47,10 @@ class RunProfile:
             "lora_rank=8, window_s=10".
         strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
-        hosts_config: path of the hosts file, relative to the config file's folder.
-        balance: the quantity that faster hosts get more of, "nodes", "batch" (examples per batch) or "steps". If
-            `balance` is None, all hosts get the same.
-        nodes: number of nodes. If `nodes` is None, each slot has one node.
-        steps, batch_size, lr: number of steps, batch size and learning rate. A value that is None means the task's
-            value.
+        hosts_config: path of the hosts file, relative to the config file's folder. balance: the quantity that is larger
+        on faster hosts: "nodes", "batch" (examples per batch) or "steps". None: all hosts get the same.
+        nodes: number of nodes; default: one per slot.
+        steps, batch_size, lr: number of steps, batch size and learning rate; default: the task's values.
         save_dir, checkpoint_interval, seed, resume: as for `NetworkTrainer.fit`.
         max_restarts: as for `exogym.Placement`.
         min_hosts, retries: as for `NetworkTrainer`.
@@ -86,18 +84,18 @@ class RunProfile:
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr={self.lr!r} must be a finite number over 0")
         if self.save_dir is None:
-            restarts = self.max_restarts if self.min_hosts is None else 0  # otherwise a host takes the others' state
+            restarts = self.max_restarts if self.min_hosts is None else 0  # otherwise a host copies the others' state
             kept = features_of(
                 checkpoint_interval=self.checkpoint_interval, max_restarts=restarts or None, resume=self.resume
             )
             check({"no save_dir": "no save_dir"} | kept)
         if self.balance is not None:
             Balance(self.balance)
-        options_of(self.task_options)  # refuses what it cannot read
+        options_of(self.task_options)  # raises an error for an invalid value
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
-        """Return the profile's strategy. Settings that the profile lacks come from `task`.
+        """Return the profile's strategy. Settings that the profile doesn't have come from `task`.
 
         Raises:
             ArgumentError: the strategy or an option is unknown, or the strategy has no interval.
@@ -110,7 +108,7 @@ class RunProfile:
             defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
         if self.communication_interval is not None:
             if any(option.startswith("H=") for option in options):
-                raise ArgumentError(f"communication_interval and strategy={self.strategy!r} both give H: give it once")
+                raise ArgumentError(f"communication_interval and strategy={self.strategy!r} both set H: set it once")
             if name.lower() in STRATEGIES and "H" not in inspect.signature(STRATEGIES[name.lower()]).parameters:
                 raise ArgumentError(
                     f"communication_interval={self.communication_interval}: {name} communicates at every step; leave "
@@ -128,7 +126,7 @@ class RunProfile:
         return load_task(self.task, self.data, **options_of(self.task_options))
 
     def fit_options(self, task: Task) -> dict[str, Any]:
-        """Return the arguments for `NetworkTrainer.fit`, without the strategy. `task` gives what the profile lacks."""
+        """Return the arguments for `NetworkTrainer.fit` except the strategy. Missing ones come from `task`."""
         steps = self.steps or task.max_steps
         return {
             "num_nodes": self.nodes, "max_steps": steps, "batch_size": self.batch_size or task.batch_size,
@@ -184,9 +182,9 @@ KNOWN = {field.name: str(field.type) for field in fields(RunProfile) if field.na
 def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> RunProfile:
     """Return the profile in the section `[distributed:name]` of a config file, or in the section `[name]`.
 
-    The section's field `base_profile` may name any other section of the file. Fields that the first section lacks come
-    from that section. In a section whose name does not start with `distributed:`, unknown fields are ignored and
-    named in a notice, because they may belong to other programs.
+    The section's field `base_profile` may name any other section of the file, from which missing fields are taken. In a
+    section whose name doesn't start with `distributed:`, unknown fields are ignored with a notice, because they may
+    belong to other programs.
 
     Raises:
         ArgumentError: the file or profile does not exist, or a field is unknown or wrong.
@@ -200,7 +198,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
         raise ArgumentError(f"{os.fspath(path)}: {error}") from None
     except (OSError, ValueError) as error:
         raise ArgumentError(
-            f"the config file {os.fspath(path)!r} cannot be read ({error}): name one with --config"
+            f"the config file {os.fspath(path)!r} cannot be read ({error}): pass one with --config"
         ) from None
     section = next((there for there in (PREFIX + name, name) if there in parser), None)
     if section is None:
@@ -211,7 +209,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     values: dict[str, Any] = {key: _value(f"[{section}] {key}", key, text) for key, text in given.items()}
     if "task" not in values:
         raise ArgumentError(
-            f"[{section}] has no task: give task = digits, mnist, shakespeare, cifar10, whisper, language or "
+            f"[{section}] has no task: set task = digits, mnist, shakespeare, cifar10, whisper, language or "
             "module:function"
         )
     if "hosts_config" in values:
@@ -259,5 +257,5 @@ def _value(where: str, key: str, text: str) -> Any:
         wanted = "a whole number" if kind is int else "a number"
         raise ArgumentError(f"{where} = {text!r}; wanted {wanted}") from None
     if value == "":
-        raise ArgumentError(f"{where} is empty; give a value or leave the field out")
+        raise ArgumentError(f"{where} is empty; set a value or leave the field out")
     return value

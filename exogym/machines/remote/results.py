@@ -28,7 +28,7 @@ MODEL, HISTORY, FACTS = "model.safetensors", "history.safetensors", "facts.json"
 
 
 def names(fit: int) -> list[str]:
-    """Return the names of the files with the results of a script's `fit` call number `fit`, in the order of writing.
+    """Return the names of the files with the results of a script's `fit` call number `fit`, in writing order.
 
     >>> names(1)
     ['fit_1.model.safetensors', 'fit_1.history.safetensors', 'fit_1.facts.json']
@@ -55,7 +55,7 @@ def write(folder: Path, fit: int, trainer: Trainer) -> None:
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
-    """Return the run folder of a script's `fit` call number `fit`. The first fit uses `folder`, the launch's folder.
+    """Return the run folder of a script's `fit` call number `fit`: the launch's `folder` for the first one.
 
     >>> run_folder_of(Path("runs/train"), 1).name, run_folder_of(Path("runs/train"), 2).name
     ('train', 'fit_2')
@@ -83,9 +83,9 @@ def carry_out(
         folder: the folder on this machine for logs and results.
         target: the script's path, or with `module=True` a module's name.
         words: the script's arguments.
-        shows_progress: True to show the run's progress.
+        shows_progress: whether to show the run's progress.
         save_dir: the run's folder for checkpoints.
-        mirrors: True to copy the run folder to this machine while rank 0 writes it on the master.
+        mirrors: whether to copy the run folder to this machine while rank 0 writes it on the master.
     """
     code = launcher.launch(
         target, *words, module=module, folder=folder, save_dir=save_dir,
@@ -136,7 +136,7 @@ def aside(folder: Path, rank: int) -> Path:
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """Read the results that `write` has saved. Return the records, and load the weights into `model`.
+    """Read the results that `write` saved: return the records, and load the weights into `model`.
 
     Raises:
         ExoGymError: a file is missing, incomplete, or from another model.

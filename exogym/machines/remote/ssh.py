@@ -1,7 +1,7 @@
 """Run Python on a host through the system's ssh client, or on this machine without ssh.
 
 The host's login shell only gets one fixed line with the quoted path of the host's Python. A program from
-`exogym/machines/remote/onhost` and its arguments then follow on stdin as JSON, which no shell reads.
+`exogym/machines/remote/onhost` and its arguments follow on stdin as JSON, which no shell reads.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NEEDS = {
 def command(host: Host, words: Sequence[str]) -> list[str]:
     """Return the command with which this machine runs the command `words` on `host`.
 
-    ssh sends the command as one text, which the host's login shell splits into words. So each word is quoted.
+    ssh sends the command as one string, which the host's login shell splits, so each word is quoted.
 
     >>> host = Host("10.0.0.2", "10.0.0.2", user="ann")
     >>> command(host, ["echo", "$(date); it's"])[-5:]
@@ -59,7 +59,7 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
     """
     for word in words:
         if "\0" in word:
-            raise ArgumentError(f"{word!r} contains a zero byte, which commands cannot carry: leave it out")
+            raise ArgumentError(f"{word!r} contains a zero byte, which commands cannot contain: remove it")
     if host.is_local:
         return list(words)
     return [*client(host), "--", host.ssh_host, shlex.join(words)]
@@ -68,7 +68,7 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
 def client(host: Host) -> list[str]:
     """Return the start of an ssh command for `host`: ssh and its options, without the host's name.
 
-    ssh uses the user's own config, agent, known hosts and jump hosts. ssh always checks host keys, as strictly as the
+    ssh uses the user's config, agent, known hosts and jump hosts, and always checks host keys, as strictly as the
     user's config says.
 
     Raises:
@@ -102,9 +102,9 @@ def _checks_host_keys(host: Host) -> bool:
 
 
 def python_words(host: Host) -> list[str]:
-    """Return the command that starts the host's Python and lets it run the program that `start` sends."""
+    """Return the command with which the host's Python runs the program that `start` sends."""
     python = host.interpreter
-    if python.startswith("~/"):  # quoted, so no shell expands ~; commands over ssh start in the home folder
+    if python.startswith("~/"):  # quoted, so that no shell expands ~; commands over ssh start in the home folder
         python = os.path.expanduser(python) if host.is_local else f"./{python[2:]}"
     return [python, "-u", "-c", BOOT]
 
@@ -113,7 +113,7 @@ def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[b
     """Start a program of the folder `onhost` on `host`, and return the process that runs it (ssh, or Python here).
 
     The program reads everything that is later written to the process's stdin. The process has its own session, so
-    Ctrl-C in the terminal does not end it.
+    Ctrl-C in the terminal doesn't end it.
 
     Raises:
         ExoGymError: ssh, or this machine's Python, cannot be started.

@@ -17,7 +17,7 @@ EXCLUDED = (
     *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
 )
 
-STATUSES = {  # rsync's exit statuses whose cause rsync itself does not say, or does not know
+STATUSES = {  # rsync's exit statuses whose cause rsync doesn't report
     5: "the two rsyncs could not start; does the login on the host print text?",
     11: "a file could not be read or written, usually because the host's disk is full",
     12: "the connection ended early: rsync is missing on the host or was killed, the disk is full, or the login "
@@ -29,7 +29,7 @@ STATUSES = {  # rsync's exit statuses whose cause rsync itself does not say, or 
 
 
 def copies(host: Host, project: str) -> bool:
-    """Return True if the project must be copied to `host`, and False if the host uses this machine's folder itself."""
+    """Return whether the project must be copied to `host`: not if the host uses this machine's own folder."""
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 
@@ -50,11 +50,11 @@ def sync_words(host: Host, project: str) -> list[str]:
 
 
 def sync_project(config: HostsConfig, project: str) -> None:
-    """Copy the project's folder to all hosts, except hosts that use this machine's folder itself.
+    """Copy the project's folder to all hosts that don't use this machine's own folder.
 
     Raises:
         ArgumentError: this machine has no rsync.
-        ExoGymError: a copy failed; the message says where and why.
+        ExoGymError: a copy failed. The message says where and why.
     """
     hosts = [host for host in config.hosts if copies(host, project)]
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
@@ -64,7 +64,7 @@ def sync_project(config: HostsConfig, project: str) -> None:
 def _copy(host: Host, project: str) -> None:
     made = ask(host, "make", folder=host.path or project)
     if "error" in made:
-        raise ExoGymError(f"{host.address}: the project's folder cannot be made: {made['error']}")
+        raise ExoGymError(f"{host.address}: the project's folder cannot be created: {made['error']}")
     try:
         done = subprocess.run(
             sync_words(host, project), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

@@ -1,6 +1,6 @@
-"""Watch a run: start the processes on all hosts, wait for them, and leave no process running at the end.
+"""Start the processes on all hosts, wait for them, and leave no process running at the end.
 
-With `min_hosts`, the run continues without a lost host. This host is started again when it can be reached.
+If `min_hosts` is set, the run continues without a lost host, which is started again once it can be reached.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def pause_s(attempt: int) -> float:
 
 
 class RunWatch:
-    """Runs commands on hosts and waits for them.
+    """Run commands on hosts, and wait for them.
 
     Args:
-        orders: one command per host; with `goes_on` also a command that starts the membership server.
+        orders: one command per host and, if `goes_on`, a command that starts the membership server.
         logs: prints and saves the hosts' output.
         board: records the hosts' states.
-        goes_on: True if the run continues without a lost host, and the host is started again when it can be reached.
+        goes_on: whether the run continues without a lost host, which is started again once it can be reached.
 
     Attributes:
         finished: hosts whose command has finished without an error.
-        lost: True if a connection was lost. Then a restart of the run may succeed.
+        lost: True if a connection was lost, so that a restart of the run may succeed.
     """
 
     def __init__(self, orders: Sequence[HostOrder], logs: Logs, board: Board, goes_on: bool = False):
@@ -98,7 +98,7 @@ class RunWatch:
             self._again = [(at, number) for at, number in self._again if at > now]
         for channel in self.channels if self.finished else []:
             if not channel.order.ranks:
-                channel.dismiss()  # until now the membership server told returning hosts that the run has finished
+                channel.dismiss()  # the membership server was needed to tell returning hosts that the run has finished
                 channel.join(FOLLOW_S)
         while not self._ended.empty():
             self._take(self._ended.get())
@@ -150,7 +150,7 @@ class RunWatch:
                 channel.beat()
 
     def _end(self) -> None:
-        """Stop all hosts' parts, and wait for them. A second Ctrl-C only cuts the connections.
+        """Stop all hosts' parts and wait for them. A second Ctrl-C cuts the connections immediately.
 
         The membership server ends last, because the others need it to save the run together.
         """

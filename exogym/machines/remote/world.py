@@ -1,4 +1,4 @@
-"""A process that `SSHLauncher` has started: its settings from the environment, and messages between such processes."""
+"""A process that `SSHLauncher` started: its settings from the environment, and messages between such processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from exogym.machines.remote.orders import (
 
 @dataclass(frozen=True)
 class LaunchedPart:
-    """The settings that `SSHLauncher` has given this process in environment variables.
+    """The settings that `SSHLauncher` passed to this process in environment variables.
 
     Attributes:
         rank: this process's rank.
-        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits, or
-            None if no controller waits.
+        fit: number (from 1) of the script's `NetworkTrainer.fit` call whose results the controller is waiting for, or
+            None.
         folder: folder in which rank 0 writes the results, or None.
         device: this host's device in the hosts file.
         progress: True to show progress.
@@ -43,7 +43,7 @@ class LaunchedPart:
         membership: (address, port) of the membership server, or None if the run needs all hosts.
         slots: number of processes on each host.
         local_rank: this process's number on its host.
-        launch: a random name of this launch, the same after restarts.
+        launch: this launch's random name, which restarts keep.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class LaunchedPart:
 
     @classmethod
     def of_this_process(cls) -> LaunchedPart | None:
-        """Read this process's settings. Return None if `SSHLauncher` did not start this process.
+        """Return this process's settings, or None if `SSHLauncher` did not start it.
 
         >>> LaunchedPart.of_this_process() is None
         True
@@ -85,11 +85,11 @@ class LaunchedPart:
     def owns(self, save_dir: str | os.PathLike[str]) -> bool:
         """Return whether the checkpoints in `save_dir` belong to this launch.
 
-        The launch's first start writes the launch's name into a file in `save_dir`, unless the folder has checkpoints
-        already. So a restart after a failure never continues from an earlier run's checkpoints.
+        The launch's first start writes its name into a file in `save_dir`, unless the folder already has checkpoints,
+        so a restart after a failure never continues from an earlier run's checkpoints.
         """
         mark = Path(save_dir) / ".launch"
-        with contextlib.suppress(OSError):  # a later check refuses unwritable folders, with a remedy
+        with contextlib.suppress(OSError):  # a later check rejects unwritable folders, with a remedy
             if not self.restarts and not list_checkpoints(mark.parent):
                 with replacing(mark) as file:
                     file.write(self.launch)

@@ -15,7 +15,7 @@ from exogym.home.whisper.ctranslate2 import read_variables
 from exogym.machines.remote.results import facts_of
 from exogym.machines.remote.results import names as names_of_results
 
-NOT_REGULAR = "is a folder, a pipe or a device: wanted a regular file"
+NOT_REGULAR = "is a folder, a pipe or a device, but must be a regular file"
 
 
 def test_only_regular_files_and_links_to_them_are_opened(tmp_path: Path) -> None:

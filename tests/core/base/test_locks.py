@@ -242,7 +242,7 @@ def test_a_slow_process_does_not_take_the_place_of_the_one_after_it(tmp_path, mo
 
 def test_a_turn_that_does_not_come_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "TURN_S", 0.05)
-    with locks._turn(tmp_path), pytest.raises(ArgumentError, match="several runs tried to lock it"):
+    with locks._turn(tmp_path), pytest.raises(ArgumentError, match="several runs tried to lock this folder"):
         acquire(tmp_path, "mine")
     acquire(tmp_path, "mine").release()
     assert not list(tmp_path.iterdir())

@@ -190,7 +190,7 @@ def test_a_line_carries_one_collective_at_a_time():
     apart = Clock(N, LINE)  # the control: lines that have nothing to do with each other
     first, second = apart.begin(event([0, 1])), apart.begin(event([2, 3]))
     assert apart._flights[first].end == apart._flights[second].end
-    with pytest.raises(ArgumentError, match="handle=0 is no running collective"):
+    with pytest.raises(ArgumentError, match="handle=0 is not a running collective"):
         clock.wait(0)
 
 
@@ -312,7 +312,7 @@ def test_devices():
         (lambda: Clock(N, LINE, "1 fortnight"), "step_seconds='1 fortnight'"),
         (lambda: Clock(N, LINE, algorithms="cheapest"), "Network.cheapest"),
         (lambda: Clock(N, LINE).advance(-1), "counts=-1"),
-        (lambda: Clock(N, LINE).advance(np.ones(3)), "one for each node"),
+        (lambda: Clock(N, LINE).advance(np.ones(3)), "one per node"),
         (lambda: Clock(N, LINE).advance(1, measured_s=-1), "measured_s=-1"),
         (lambda: Clock(N, LINE).event(event([3, 4])), "node 4 takes part"),
         (lambda: Clock(N, LINE).share("computting"), "did you mean 'computing'"),

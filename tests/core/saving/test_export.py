@@ -118,13 +118,16 @@ def test_links_to_files_are_read_and_pipes_are_not(tmp_path):
     os.mkfifo(file)
     os.mkfifo(tmp_path / "pipe")
     for path in (folder, tmp_path / "pipe"):
-        with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+        with (
+            impatient(),
+            pytest.raises(ArgumentError, match="is a folder, a pipe or a device, but must be a regular file"),
+        ):
             load_model(gpt(1), path)
-    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device, but must be a regular file"):
         History.load(tmp_path / "pipe")
     (folder / "model.safetensors.index.json").unlink()
     os.mkfifo(folder / "model.safetensors.index.json")
-    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device, but must be a regular file"):
         load_model(gpt(1), folder)
 
 

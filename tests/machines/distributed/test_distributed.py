@@ -187,16 +187,16 @@ def arguments_that_cannot_be(rank, n):
     refused(lambda: ed.all_reduce(x.numpy()), "got a ndarray", "torch.as_tensor")
     refused(lambda: ed.all_gather([x]), "got a list")
     refused(lambda: ed.all_gather(x.to_sparse()), "sparse")
-    refused(lambda: ed.all_gather(torch.ones([1] * 16)), "16 dimensions")
+    refused(lambda: ed.all_gather(torch.ones([1] * 16)), "got 16")
     refused(lambda: ed.broadcast(x, src=n), f"rank {n} is too large for {n} processes")
     refused(lambda: ed.gather(x, dst=-1), "-1", "at least 0")
-    refused(lambda: ed.send(x, dst=rank), "is this process: give another")
-    refused(lambda: ed.recv(src=rank), "is this process: give another")
+    refused(lambda: ed.send(x, dst=rank), "is this process: pass another")
+    refused(lambda: ed.recv(src=rank), "is this process: pass another")
     if rank == 0:
-        refused(lambda: ed.scatter([x] * (n + 1)), f"got {n + 1} tensors for {n} processes")
-        refused(lambda: ed.scatter([x] * (n - 1) + [x[0]]), "must be alike")
+        refused(lambda: ed.scatter([x] * (n + 1)), f"one tensor per process, {n}, but got {n + 1}")
+        refused(lambda: ed.scatter([x] * (n - 1) + [x[0]]), "must have the same dtype and shape")
     else:
-        refused(lambda: ed.scatter([x] * n), "only rank 0 (src) may give tensors")
+        refused(lambda: ed.scatter([x] * n), "only rank 0 (src) may pass tensors")
 
 
 @check
@@ -569,13 +569,13 @@ def test_mpi_takes_its_ranks_from_mpirun(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append((args, options)))
     ed.init_process_group("mpi", timeout_s=2)
     assert made == [(("mpi",), {"timeout": datetime.timedelta(seconds=2)})]
-    with pytest.raises(ArgumentError, match="mpirun sets ranks"):
+    with pytest.raises(ArgumentError, match="gets ranks and world size from mpirun"):
         ed.init_process_group("mpi", world_size=2)
 
 
 def test_nccl_carries_cuda_tensors(alone, monkeypatch):
     monkeypatch.setattr(bare, "device", lambda: torch.device("cuda", 0))
-    with pytest.raises(ArgumentError, match="gloo sends cuda tensors, got one on cpu"):
+    with pytest.raises(ArgumentError, match="gloo sends cuda tensors, but got one on cpu"):
         ed.all_reduce(torch.ones(2))
 
 
@@ -597,8 +597,8 @@ def test_the_sampler_is_torchs(size, replicas, shuffle, drop_last):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give either a data set or dataset_size="),
-        ({"dataset": [1], "dataset_size": 1}, "give either"),
+        ({}, "pass either a data set or dataset_size="),
+        ({"dataset": [1], "dataset_size": 1}, "pass either"),
         ({"dataset": 10}, "dataset_size=10"),
         ({"dataset_size": 0}, "dataset_size=0"),
         ({"dataset_size": 4, "rank": 2}, "rank=2 is too large for num_replicas=2"),
@@ -625,7 +625,7 @@ def test_a_wrapper_that_cannot_be(alone, options, message):
 
 
 def test_no_sync_wants_a_wrapped_model():
-    with pytest.raises(ArgumentError, match="got a Linear, whose gradients are not synchronized"):
+    with pytest.raises(ArgumentError, match="but got a Linear"):
         ed.no_sync(nn.Linear(1, 1))
 
 

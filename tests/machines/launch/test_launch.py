@@ -698,7 +698,7 @@ def test_options_stand_before_or_after_the_script():
         ("no/such/train.py", "script='no/such/train.py' does not exist"),
         ("--backend mpi train.py", "mpi"),
         ("--backend glou train.py", "did you mean 'gloo'?"),
-        ("--log_dir /dev/null/x " + __file__, "log_dir='/dev/null/x' cannot be made"),
+        ("--log_dir /dev/null/x " + __file__, "log_dir='/dev/null/x' cannot be created"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, words, message):
@@ -738,7 +738,7 @@ def test_a_config_is_checked_when_it_is_made(options, message):
 def test_arguments_of_the_functions():
     with pytest.raises(ArgumentError, match="did you mean 'nproc_per_node'"):
         launch_distributed_training("x.py", nproc_per_nodes=2)
-    with pytest.raises(ArgumentError, match="wants a LaunchConfig, got a dict"):
+    with pytest.raises(ArgumentError, match="needs a LaunchConfig, not a dict"):
         DistributedLauncher({"nproc_per_node": 2})
     assert LaunchConfig(master_addr="::1", nnodes=2).endpoint == "[::1]:29500"
 

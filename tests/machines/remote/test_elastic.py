@@ -211,7 +211,7 @@ def test_a_killed_worker_that_comes_back_when_all_is_done_is_told_so(hosts: Host
     away = is_the_simulation(project, "diloco", 100)
     ((_, last),) = away[1]
     assert set(away) == {1} and last is None
-    assert "the run has finished already" in said_by(project) and "trying again" not in said_by(project)
+    assert "the run has already finished" in said_by(project) and "trying again" not in said_by(project)
     assert hosts.left_over() == {}
 
 

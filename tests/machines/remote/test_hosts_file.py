@@ -146,13 +146,13 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         HostsConfig.load(path)
     for text, message in (
         ("{", "hosts.json: not JSON, at line 1"),
-        ("[]", "hosts.json holds a list"),
+        ("[]", "hosts.json must hold an object .*, not list"),
         ('{"master": "a", "master": "b"}', "'master' occurs twice"),
     ):
         path.write_text(text)
         with pytest.raises(ArgumentError, match=message):
             HostsConfig.load(path)
-    with pytest.raises(ArgumentError, match="hosts_config is a int"):
+    with pytest.raises(ArgumentError, match="or a dict, not int"):
         HostsConfig.load(7)  # type: ignore[arg-type]
 
 

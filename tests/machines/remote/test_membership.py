@@ -128,7 +128,7 @@ def test_with_too_few_hosts_the_run_is_over() -> None:
     membership.ready(2, member(10), now=0.0)
     assert membership.told[-1] == (
         2,
-        {"hear": "over", "why": "1 hosts are left, but min_hosts=2: lower it, or give save_dir and retries"},
+        {"hear": "over", "why": "1 hosts are left, but min_hosts=2: lower it, or pass save_dir and retries"},
     )
     assert membership.hello(1)["over"] is not None
 

@@ -215,7 +215,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
         (slots(2, 3), 2, {}, "nodes_per_host=2, but the hosts have 2, 3 slots"),
         (slots(2, 4), 1, {"node": NodeMesh(shard=2)}, "with nodes_per_host=1 the nodes have 2, 4 slots"),
         (slots(2, 4), 1, {"node": [NodeMesh(shard=4), NodeMesh(shard=2)]}, r"nodes of \[4, 2\] devices"),
-        (slots(1, 2), None, {"node": [NodeMesh(shard=2), NodeMesh()]}, "a node would be on two hosts"),
+        (slots(1, 2), None, {"node": [NodeMesh(shard=2), NodeMesh()]}, "a node would span two hosts"),
         (slots(3, 3), 2, {}, "nodes_per_host=2, but the hosts have 3, 3 slots"),
         (
             slots(4, 4),
@@ -223,7 +223,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
             {"node": NodeMesh(shard=2)},
             "node=shard=2 is 2 devices, but with nodes_per_host=1 the nodes have 4, 4 slots",
         ),
-        (slots(3, 3), None, {"node": NodeMesh(shard=2)}, "a node would be on two hosts"),
+        (slots(3, 3), None, {"node": NodeMesh(shard=2)}, "a node would span two hosts"),
         (slots(2, 2), 1, {"num_nodes": 1}, "4 processes run this script, and a node of shard=2"),
     ):
         model, data = small_problem()
@@ -425,7 +425,7 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
 
 def test_scripts_are_looked_for_in_the_project(tmp_path: Path) -> None:
     launcher = SSHLauncher({"master": "localhost"}, project=tmp_path)
-    with pytest.raises(ArgumentError, match="does not exist: give the path"):
+    with pytest.raises(ArgumentError, match="does not exist: pass the path"):
         launcher.launch("none.py")
     with pytest.raises(ArgumentError, match="is outside the project's folder"):
         launcher.launch(__file__)
@@ -535,11 +535,11 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
     wrong("[distributed:x] data is empty", "data =")
     wrong("max_restarts=1 needs save_dir", "max_restarts = 1")
     wrong("unknown strategy 'dilco': did you mean 'diloco'?", "strategy = dilco")
-    wrong("both give H", "strategy = diloco:H=3\ncommunication_interval = 4")
+    wrong("both set H", "strategy = diloco:H=3\ncommunication_interval = 4")
     wrong("ddp communicates at every step; leave", "strategy = ddp\ncommunication_interval = 4")
     wrong("balance='step' is not one of 'nodes', 'batch', 'steps'", "balance = step")
     wrong("has no task", base="steps = 4")
-    with pytest.raises(ArgumentError, match="name one with --config"):
+    with pytest.raises(ArgumentError, match="pass one with --config"):
         load_profile(config.parent / "none.ini", "x")
     config.write_text("no section")
     with pytest.raises(ArgumentError, match="no section headers"):

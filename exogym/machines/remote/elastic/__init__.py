@@ -1,1 +1,1 @@
-"""Runs that continue when hosts are lost. A server decides which processes take part in training."""
+"""Runs that survive the loss of hosts. A server decides which processes take part in training."""

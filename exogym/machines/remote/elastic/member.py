@@ -42,7 +42,7 @@ class Generation:
         number: the generation's number, from 0.
         members: the members' ranks in the run.
         step: the step at which the generation begins, or None at the start of the run.
-        newcomers: ranks of the members that do not have the run's state yet.
+        newcomers: ranks of the members that don't have the run's state yet.
         source: rank of the member whose state the newcomers copy.
     """
 
@@ -74,7 +74,7 @@ class Member:
     def __init__(self, address: str, port: int, rank: int, secret: str, timeout_s: float = 300.0):
         self.rank = rank
         self.waiting = False
-        self.cut: str | None = None  # why the membership server cannot be reached
+        self.cut: str | None = None  # why the membership server can't be reached
         self.group = GenerationGroup()
         self._generations: queue.Queue[Generation | None] = queue.Queue()
         self._sending = threading.Lock()
@@ -82,7 +82,7 @@ class Member:
             self._socket = knock(address, port, secret, MEMBERSHIP, timeout_s)
         except WrongSecret as error:
             raise WorkerError(
-                f"the membership server at {address} port {port} rejected rank {rank}: {error}; end that run, or give "
+                f"the membership server at {address} port {port} rejected rank {rank}: {error}; end that run, or use "
                 "another master_port"
             ) from error
         except OSError as error:
@@ -108,13 +108,13 @@ class Member:
         """Wait for the next generation, connect to its other members, and return the generation.
 
         Args:
-            kind: "fresh" if this process starts the run with others, "alone" if it joins a run that others train
-                already, "member" if it was in the previous generation.
-            anchors: steps whose state this process has saved, so that it can go back to them.
-            planned: True if no member was lost. Then all members call this method at the same step.
+            kind: "fresh" if this process starts the run with others, "alone" if it joins a run that has begun, "member"
+                if it was in the previous generation.
+            anchors: steps whose state this process has saved, to which it can return.
+            planned: True if no member was lost, so that all members call this method at the same step.
 
         Raises:
-            WorkerError: the run is over, the membership server is lost, or the same members repeatedly failed to
+            WorkerError: the run is over, the membership server is lost, or the same members failed repeatedly to
                 connect to each other.
             SystemExit: the run has finished without this process.
         """
@@ -128,21 +128,21 @@ class Member:
                 raise SystemExit(0)
             if generation is None:
                 raise WorkerError(self.over or self.cut or "the membership server has ended")
-            with contextlib.suppress(RuntimeError):  # torch's own errors of the network are such
+            with contextlib.suppress(RuntimeError):  # torch's network errors are RuntimeErrors
                 self.group.join(LineStore(functools.partial(self._ask, generation.number)), generation, self.rank)
                 return generation
             failed.append(generation.members)
             if failed.count(generation.members) >= TRIES:
                 ranks = ", ".join(map(str, generation.members))
                 raise WorkerError(
-                    f"ranks {ranks} could not reach each other, {TRIES} times: look for a firewall between their "
-                    "hosts (exogym doctor tests all connections)"
+                    f"ranks {ranks} failed {TRIES} times to reach each other: check the firewall between their hosts "
+                    "(exogym doctor tests all connections)"
                 )
             time.sleep(RETRY_S * len(failed))
-            planned = False  # a member was lost meanwhile; all stand where they stood
+            planned = False  # a member was lost in the meantime; all are at the same step as before
 
     def tell(self, what: str) -> None:
-        """Tell the membership server what happens: "training" begins, the run was "stopped", or it has "finished"."""
+        """Tell the membership server that "training" begins, or that the run was "stopped" or has "finished"."""
         self._say({"say": what})
 
     def _heard(self) -> bytes:
@@ -202,18 +202,18 @@ class Member:
 
 @contextlib.contextmanager
 def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Member]:
-    """Yield this process's `Member` of the run inside the block, and leave the process group at the block's end.
+    """A context that yields this process's `Member` of the run, and leaves the process group at its end.
 
     Raises:
-        WorkerError: the run has ended before its last step.
-        SystemExit: with status 0 if the run has finished already, and with status `TRY_AGAIN` if the membership server
-            cannot be reached.
+        WorkerError: the run ended before its last step.
+        SystemExit: with status 0 if the run has already finished, and with status `TRY_AGAIN` if the membership server
+            can't be reached.
     """
     member = None
     try:
         member = Member(address, port, rank, secret)
         if member.over == DONE:
-            notice("the run has finished already: this process has nothing to do")
+            notice("the run has already finished: this process has nothing to do")
             raise SystemExit(0)
         if member.over is not None:
             raise WorkerError(f"the run is over: {member.over}")
@@ -235,9 +235,8 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
 class GenerationGroup:
     """The process group of the members that train together: torch's default group over gloo.
 
-    Another thread can end waiting calls with `sever`. Torch itself cannot end waiting calls: `abort` does not wake
-    them. So `sever` shuts down all connections that were opened since the members began to connect. Waiting calls then
-    fail immediately.
+    Another thread can end waiting calls with `sever`. Torch's `abort` doesn't wake waiting calls, so `sever` shuts down
+    all connections that were opened since the members began to connect, and waiting calls fail immediately.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The membership server decides which processes take part in a run whose hosts may be lost and come back.
 
 `python -m exogym.machines.remote.elastic.membership` runs on the master beside the training processes. Each training
-process gives its rank in the run, and keeps one connection to the server. The connection comes through a `Door`, so
-both ends know the run's secret. Both ends send lines of JSON:
+process keeps one connection to the server and identifies itself by its rank. The connection is made through a `Door`,
+so both ends know the run's secret. Both ends send lines of JSON:
 
     rank -> {"say": "hello", "rank"}    {"say": "heartbeat"}
             {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
@@ -20,8 +20,8 @@ generation begins at the last step that all members have saved.
 
 A host that comes back waits until all members say "ready" with `planned` true at the same step. Only this server
 decides who takes part, so two groups can never continue separately. The run ends if fewer than `min_hosts` hosts are
-left. The server stays when the run is over, and tells this to hosts that come back too late. The controller ends the
-server (SIGTERM) after all hosts have ended.
+left. After the run, the server stays to tell late hosts that the run is over, until the controller ends it (SIGTERM)
+when all hosts have ended.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ NAME_S = 10.0
 
 @dataclass
 class Membership:
-    """Decides which processes train together, and collects the messages to these processes. It uses no sockets.
+    """Decide which processes train together, and collect the messages to them. This class uses no sockets.
 
     Args:
         slots: number of processes on each host. The first host has the first ranks, then the second, and so on.
-        quorum: the least number of hosts (`min_hosts`). With fewer hosts the run ends.
-        gather_s: seconds to wait for all processes at the start. Then the run starts if at least `quorum` hosts wait.
+        quorum: the minimum number of hosts (`min_hosts`), below which the run ends.
+        gather_s: seconds to wait for all processes at the start, after which the run starts if at least `quorum` hosts
+            are waiting.
 
     >>> membership = Membership([1, 1], quorum=1, gather_s=300)
     >>> for rank in (0, 1):
@@ -78,7 +79,7 @@ class Membership:
     _ready: dict[int, dict[str, Any]] = field(default_factory=dict)
     _begun: set[int] = field(default_factory=set)  # the ranks with which the generation began
     _trained: bool = False
-    _gathering: float | None = None  # since when the first process of a fresh generation waits
+    _gathering: float | None = None  # the time since which the first process of a fresh generation has been waiting
 
     def __post_init__(self) -> None:
         self.host_of = [host for host, count in enumerate(self.slots) for _ in range(count)]
@@ -88,14 +89,14 @@ class Membership:
         return len(self.host_of)
 
     def hello(self, rank: int) -> dict[str, Any]:
-        """Record that the process with this rank has connected. Return the welcome message to the process."""
+        """Record that the process with this rank has connected, and return its welcome message."""
         self.there.add(rank)
         return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
     def leave(self, rank: int) -> list[int]:
         """Remove all processes on the host of `rank`, because this process is gone or silent. Return their ranks.
 
-        A host is lost as a whole, because the host's launcher ends all processes when one has failed.
+        A host is lost as a whole, because its launcher ends all processes when one fails.
         """
         gone = [other for other in self.there if self.host_of[other] == self.host_of[rank]]
         was_member = bool(self.members & set(gone))
@@ -116,7 +117,7 @@ class Membership:
             return
         self._ready[rank] = said
         if rank in self.members:
-            if said["kind"] != "member":  # it has none of the others' state
+            if said["kind"] != "member":  # it doesn't have the others' state
                 self.members.discard(rank)
             if not self.lost and not (said["kind"] == "member" and said["planned"]):
                 self._end_generation()  # it could not reach another member
@@ -127,16 +128,16 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """Record that training has begun. If all members are lost later, new processes learn that the run had begun."""
+        """Record that training has begun, so that new processes know it if all members are lost later."""
         self._trained = True
 
     def finished(self) -> None:
-        """Record that the run has finished. Tell this to all present processes, also to those that wait to join."""
+        """Record that the run has finished, and tell all processes, including those waiting to join."""
         if self.over is None:
             self._end(DONE)
 
     def stopped(self) -> None:
-        """Record that a user or a signal has stopped the run. Tell this to all present processes."""
+        """Record that a user or a signal has stopped the run, and tell all processes."""
         if self.over is None:
             self._end("it was stopped")
 
@@ -154,7 +155,7 @@ class Membership:
             kept = sorted(self.members)
             if len(self._hosts(kept)) < self.quorum:
                 self._end(
-                    f"{len(self._hosts(kept))} hosts are left, but min_hosts={self.quorum}: lower it, or give "
+                    f"{len(self._hosts(kept))} hosts are left, but min_hosts={self.quorum}: lower it, or pass "
                     "save_dir and retries"
                 )
                 return
@@ -196,7 +197,7 @@ class Membership:
         self._tell(self.members, {"hear": "lost", "number": self.generation})
 
     def _refuse(self, ranks: set[int], why: str) -> None:
-        """End these waiting processes. Their hosts start them again."""
+        """End these waiting processes, which their hosts start again."""
         for rank in sorted(ranks):
             del self._ready[rank]
             self._tell([rank], {"hear": "over", "why": why})
@@ -219,7 +220,7 @@ class Membership:
 
 
 class MembershipServer:
-    """Sends and receives the messages between `membership` and the processes of the run.
+    """Send and receive the messages between `membership` and the processes of the run.
 
     Args:
         membership: decides which processes train together.
@@ -238,13 +239,13 @@ class MembershipServer:
         self.port = self.door.port
         self.stopping = False
         self.lines: dict[int, Line] = {}
-        self.unnamed: set[Line] = set()  # our lines that have not identified themselves
+        self.unnamed: set[Line] = set()  # connections that have not identified themselves
         self._shelf, self._shelf_of = Shelf[Line](), -1  # the store of that generation
 
     def serve(self) -> None:
         """Serve until `stopping` is True and all processes have disconnected.
 
-        The run's end does not end the server: a process that comes back later learns here that the run is over.
+        The server outlives the run, so that a process that comes back later learns that the run is over.
         """
         try:
             while self.lines or not self.stopping:
@@ -297,7 +298,7 @@ class MembershipServer:
         if self._shelf_of != self.membership.generation:
             self._shelf, self._shelf_of = Shelf(), self.membership.generation
         for other, what in self._shelf.take(line, said):
-            if other.is_open:  # it may have gone meanwhile
+            if other.is_open:  # it may be gone by now
                 other.say(what)
 
     def _lose(self, line: Line, why: str) -> None:
@@ -333,10 +334,10 @@ def main(given: str) -> None:
     try:
         server = MembershipServer(membership, address, port, os.environ[SECRET])
     except OSError as error:
-        sys.exit(f"the membership server cannot listen at {address} port {port}: {error}; give another master_port")
+        sys.exit(f"the membership server cannot listen at {address} port {port}: {error}; use another master_port")
 
     def stop(number: int, frame: FrameType | None) -> None:
-        server.stopping = True  # processes that still run must end too, and may still save the run
+        server.stopping = True  # running processes must end as well, and may still save the run
 
     signal.signal(signal.SIGTERM, stop)
     server.serve()

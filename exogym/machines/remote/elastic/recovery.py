@@ -1,9 +1,9 @@
-"""Training that continues when hosts are lost, and takes back hosts that return.
+"""Training that continues when hosts are lost, and readmits hosts that return.
 
-An anchor is a step at which no message between processes is under way. Every process keeps copies of its nodes' state
-at the last two anchors. When a process is lost, the other processes go back to the last anchor that all of them have.
-From the next step on, the lost process's nodes are absent, as with `Faults`. So a simulation with the recorded outages
-gives the same run. A host that returns joins at an anchor and copies the other processes' state, as in simulation.
+An anchor is a step at which no message between processes is in transit. Every process keeps copies of its nodes' state
+at the last two anchors. When a process is lost, the others return to the last anchor that all of them have, and from
+the next step on the lost process's nodes are absent, as with `Faults`, so a simulation with the recorded outages
+reproduces the run. A host that returns joins at an anchor and copies the other processes' state, as in simulation.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire, MemberLost
 from exogym.machines.remote.world import own_wire
 
-ANCHOR_STEPS = 10  # fewest steps between two anchors, so that copies cost little
+ANCHOR_STEPS = 10  # minimum steps between two anchors, which limits the cost of copies
 KEPT_ANCHORS = 2  # no process is more than one anchor ahead of another
-TRIES = 3  # generations without a step forward, with the same members, before the failure counts as the run's own error
+TRIES = 3  # generations of the same members without progress after which the failure counts as the run's own error
 
 
 def check(options: FitOptions) -> None:
-    """Reject options with which a run cannot continue after it has lost a host.
+    """Reject options with which a run can't continue after losing a host.
 
     Raises:
-        ArgumentError: an option or the strategy does not support lost hosts.
+        ArgumentError: an option or the strategy doesn't support lost hosts.
     """
     combinations.check(options.features() | {"min_hosts": "min_hosts"})
 
@@ -59,10 +59,10 @@ class _Planned(Exception):
 
 
 class Assembly:
-    """Assembles a run for `LocalTrainer` in one process. Meanwhile other processes may be lost or come back.
+    """Assemble a run for `LocalTrainer` in one process, while other processes may be lost or come back.
 
     Attributes:
-        recovery: the assembled run, which continues after losses, or None before the run is assembled.
+        recovery: the assembled run, which continues after losses, or None until the run is assembled.
     """
 
     def __init__(self, member: Member):
@@ -88,12 +88,12 @@ class Assembly:
         return self.recovery is not None and self.recovery.wire.is_main
 
     def outages(self) -> dict[str, list[list[int | None]]]:
-        """Return {node id: its outages} for all nodes that were ever absent, as JSON values."""
+        """Return {node id: outages} for all nodes that were ever absent, as JSON values."""
         away = {} if self.recovery is None else self.recovery.outages.as_absent()
         return {str(node): [list(span) for span in spans] for node, spans in away.items()}
 
     def _begin(self, subject: Subject, make: Callable[[], TrainingLoop], wire: ElasticWire) -> Recovery:
-        """Assemble the run together with the other first members. If one is lost, all assemble it again."""
+        """Assemble the run together with the other initial members, and again if one of them is lost."""
         while True:
             try:
                 wire.or_lost(lambda: start_equal(subject.model, own_wire()))
@@ -104,8 +104,8 @@ class Assembly:
         step, present = recovery.loop.step, wire.present
         if step and not set(recovery.up(step)) & set(present):
             raise CheckpointError(
-                f"the checkpoint of step {step} has no rows of the nodes {present}, which were absent at that step. "
-                "Also start the hosts of the other nodes"
+                f"the checkpoint of step {step} has no rows for nodes {present}, which were absent at that step: "
+                "start the other nodes' hosts as well"
             )
         return recovery
 
@@ -127,14 +127,15 @@ class Assembly:
         recovery = Recovery(loop, wire)
         recovery.join()
         if options.run_dir is not None and self.member.rank == 0:
-            # When it was lost, the others went back to the last step with its nodes. Its own reports hold up to it.
+            # When this process was lost, the others returned to the last step with its nodes, up to which its reports
+            # hold.
             (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
             loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
         return recovery
 
 
 class Recovery:
-    """Runs the training loop `loop`, and continues it when hosts are lost or come back."""
+    """Run the training loop `loop`, and continue it when hosts are lost or come back."""
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
@@ -167,9 +168,9 @@ class Recovery:
                 self._regroup(None)
 
     def at_rest(self) -> None:
-        """Save the state if the last anchor is many steps ago. Interrupt training if processes wait to join the run.
+        """Save the state if the last anchor is many steps ago. Interrupt training if processes are waiting to join.
 
-        Training calls this method when all members are at the same step and no message is under way.
+        Training calls this method when all members are at the same step and no message is in transit.
         """
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
@@ -180,7 +181,7 @@ class Recovery:
                 raise _Planned
 
     def join(self) -> None:
-        """Copy the run's state from the other members to this process. If a member is lost meanwhile, try again."""
+        """Copy the run's state from the other members to this process, and retry if a member is lost meanwhile."""
         rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop.standing).rows.items()}
         while True:
             try:
@@ -205,7 +206,7 @@ class Recovery:
         """Continue in the next generation, from a step that all members know.
 
         Raises:
-            WorkerError: the same members have failed together repeatedly.
+            WorkerError: the same members failed together repeatedly.
         """
         while True:
             generation = self.member.ready("member", sorted(self.anchors), planned=lost is None)
@@ -233,9 +234,9 @@ class Recovery:
         self._begin()
 
     def _share(self, generation: Generation, anchor: Snapshot | None) -> Snapshot:
-        """Return the `anchor` of the source, without rows, in the newcomers.
+        """Return the source's `anchor`, without rows, on the newcomers.
 
-        In it lies, too, what all share and a newcomer has otherwise: pretrained weights that it has read do not travel.
+        It includes shared values that differ on a newcomer; pretrained weights that the newcomer has read are not sent.
         """
         at = generation.members.index(generation.source)
         meta = tell(self.wire, None if anchor is None else anchor.meta, at)
@@ -247,12 +248,12 @@ class Recovery:
         return Snapshot({}, ship(self.wire, shared, source, takers), meta)
 
     def _constants(self) -> Tensors:
-        """Return the tensors that all nodes share outside rows, under names that the shared state does not use."""
+        """Return the tensors that all nodes share outside rows, under names that the shared state doesn't use."""
         found = constants(self.loop.worker.model, self.loop.fleet.buffers)
         return {f"constant {name}": x for name, x in found.items()}
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
-        """Take the source's state and go to its step. The rows are restored later."""
+        """Adopt the source's state and step. The rows are restored later."""
         assert self.wire.generation is not None
         own, told = self.loop.description, self._share(self.wire.generation, None)
         meta = told.meta
@@ -273,7 +274,7 @@ class Recovery:
         self._begin()
 
     def _begin(self) -> None:
-        """At a step that all members share, note the present members and each folder's keeper."""
+        """At a step that all members share, record the present members and each folder's keeper."""
         barrier(self.wire)
         self._note_present()
         if (kept := self.loop.standing.kept) is not None:
@@ -287,11 +288,11 @@ class Recovery:
         put_back(loop.standing, copy)
         loop.standing.carry_on(wall_s)
         if began:
-            loop.reports.restore(loop.history)  # reports of steps that run again no longer hold
+            loop.reports.restore(loop.history)  # reports of steps that are repeated are invalid
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_present(self) -> None:
-        """Make the members' nodes present from the next step on. No node comes back within a stretch."""
+        """Mark the members' nodes as present from the next step on. No node comes back within a stretch."""
         step, present = self.loop.step, self.wire.present
         stayed = [node for node in self.up(step) if node in present]
         self.outages.note(step, present if not self.loop.driver.losses.under_way else stayed)

@@ -17,14 +17,14 @@ from exogym.machines.remote.elastic.member import Generation, Member
 
 
 class MemberLost(WorkerError):
-    """Raised when a process that takes part in the run can no longer be reached."""
+    """A process that takes part in the run can no longer be reached."""
 
 
 class ElasticWire(Wire):
     """A wire between the processes that currently train together, the generation's members.
 
-    Every call raises `MemberLost` if a member cannot be reached. `take_part` then connects this process with the next
-    generation's members. The process keeps its own rows.
+    Every call raises `MemberLost` if a member can't be reached. `take_part` then connects this process with the next
+    generation's members, and the process keeps its rows.
 
     Args:
         member: this process's connection to the membership server.
@@ -47,11 +47,11 @@ class ElasticWire(Wire):
 
     @property
     def total_rows(self) -> int:
-        """Number of rows in the whole run, also while this process is not yet connected to the other processes."""
+        """Number of rows in the whole run, even before this process is connected to the others."""
         return sum(map(len, self.nodes_of))
 
     def take_part(self, generation: Generation) -> None:
-        """Let this wire connect the members of `generation`, whose process group is now torch's default group."""
+        """Connect the members of `generation`, whose process group is now torch's default group."""
         self.generation = generation
         self._members = line = ProcessWire([self.nodes_of[rank] for rank in generation.members], native=self.native)
         line.around = self.or_lost

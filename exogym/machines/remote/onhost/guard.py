@@ -1,9 +1,9 @@
-"""Run one command on a host. If the connection to the controller is lost, end all processes of the command.
+"""Run one command on a host, and end all its processes if the connection to the controller is lost.
 
 The stdin of this program, the guard, is the connection to the controller. The controller writes a byte every few
-seconds, and closes stdin to stop the command. If stdin is closed or silent, the guard sends SIGTERM to the command.
-Some time later the guard ends all remaining processes of the command with SIGKILL, also processes in other sessions.
-`DISMISSED` on stdin does the same without a message: the run no longer needs the command.
+seconds, and closes stdin to stop the command. If stdin is closed or silent, the guard sends SIGTERM to the command and,
+after a while, SIGKILL to all remaining processes of the command, including processes in other sessions. `DISMISSED` on
+stdin does the same without a message if the run no longer needs the command.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
         given: a dict of settings. `words` has the command's arguments for this Python; `folder` and `environment` are
             the command's working folder and environment variables. `address` and `is_loopback` are for `interface_of`.
             The controller counts as lost after `silence_s` seconds of silence. SIGKILL follows `stop_s` seconds after
-            SIGTERM. `reports` is for `HostReports`; with None, the host sends no reports.
+            SIGTERM. `reports` is for `HostReports`, or None for no reports.
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])
@@ -92,7 +92,7 @@ def _say(text: str) -> None:
 
 
 def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted: list[int]) -> str | None:
-    """Wait for the child's end. Return the reason to end it earlier, or None."""
+    """Wait for the child to end. Return a reason to end it earlier, or None."""
     heard = time.monotonic()
     while child.poll() is None:
         if noted:
@@ -139,7 +139,7 @@ def _sweep(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        # Systems other than Linux adopt no orphans: there, processes seen before count while they run.
+        # Only Linux adopts orphans: elsewhere, processes seen before count while they are running.
         kept = set() if sys.platform == "linux" else left & {pid for pid, _ in _processes()}
         left = kept | _descendants(os.getpid())
 
@@ -173,7 +173,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Inside, only note signals that ask this process to end."""
+    """A context in which signals that ask this process to end are only recorded."""
     noted: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.signal(number, lambda got, frame: noted.append(got)) for number in numbers]
@@ -191,6 +191,6 @@ def _adopt_orphans() -> None:
 
 
 def _end_with_parent() -> None:
-    """In the child: receive SIGTERM if the guard is killed (Linux)."""
+    """In the child process: receive SIGTERM if the guard is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

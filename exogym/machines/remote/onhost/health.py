@@ -19,20 +19,20 @@ from typing import Any
 from exogym.machines.launch.folders import launch_folder
 
 STEPS = "EXOGYM_STEPS"  # folder where each process writes its progress
-CHUNK_BYTES = 2000  # a file's bytes per line, so few that a pipe takes the line in one piece
+CHUNK_BYTES = 2000  # a file's bytes per line, few enough for a pipe to pass the line in one piece
 MOST_CHUNKS = 100  # at a time
 GPU_S, GPU_EVERY_S = 5.0, 10.0  # longest wait for nvidia-smi; seconds between two calls
 GPU_WORDS = ["--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
 class HostReports:
-    """Sends this host's reports from a thread, from `start` to `close`.
+    """Send this host's reports from a thread, from `start` to `close`.
 
     Args:
         given: a dict of settings. `mark` is the text before each report; `every_s` is the number of seconds between two
-            reports. `mirror` describes the run folder to send, or is None. This description has the folder's path in
-            the project's folder, the names of the files, and the name of a file that shows whether the controller
-            shares this folder. A shared folder is not sent.
+            reports. `mirror` describes the run folder to send, or is None. The description has the folder's path in the
+            project's folder, the files' names, and the name of a file that shows whether the controller shares the
+            folder, which is then not sent.
         project: the project's folder on this host.
         interface: network interface through which this host reaches the other hosts.
         mine: function that returns the ids of the run's processes on this host.
@@ -59,12 +59,12 @@ class HostReports:
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(1.0)  # a controller that no longer reads must not delay the end
+            self._thread.join(1.0)  # a controller that has stopped reading must not delay the end
         self._folder.__exit__(None, None, None)
 
     def _run(self) -> None:
         last = False
-        with contextlib.suppress(OSError):  # the controller no longer reads
+        with contextlib.suppress(OSError):  # the controller has stopped reading
             while True:
                 self._say({"health": self.sample()})
                 if self.mirror is not None and not self._is_shared():
@@ -80,7 +80,7 @@ class HostReports:
     # The host's state
 
     def sample(self) -> dict[str, Any]:
-        """Return this host's current load. CPU use and network rates are means over the time since the last call."""
+        """Return this host's current load. CPU use and network rates are averages since the last call."""
         found: dict[str, Any] = {"cores": os.cpu_count(), "steps": self._steps()}
         with contextlib.suppress(OSError, ValueError, IndexError):
             found["cpu_use"] = self._cpu_use()
@@ -127,14 +127,14 @@ class HostReports:
     # The run's files
 
     def _is_shared(self) -> bool:
-        """Return whether the controller shares this folder: its mark is there."""
+        """Return whether the controller shares this folder, which then contains its mark."""
         assert self.mirror is not None and self.source is not None
         with contextlib.suppress(OSError), open(os.path.join(self.source, self.mirror["token_file"])) as file:
             return file.read() == self.mirror["token"]
         return False
 
     def _send(self, name: str) -> None:
-        """Send a file's news: added lines of a file of lines, otherwise the whole file."""
+        """Send a file's changes: the added lines of a line-based file, otherwise the whole file."""
         assert self.source is not None
         path, grows = os.path.join(self.source, name), name.endswith(".jsonl")
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -171,7 +171,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _gpus() -> list[dict[str, Any]] | None:
-    """Return nvidia-smi's values for each GPU; None without nvidia-smi."""
+    """Return nvidia-smi's values for each GPU, or None if it is not installed."""
     if shutil.which("nvidia-smi") is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):

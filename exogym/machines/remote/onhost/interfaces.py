@@ -13,7 +13,7 @@ OFFSETS: dict[int, tuple[int, int]] = {
 
 
 class _InterfaceEntry(ctypes.Structure):
-    """The head of the kernel's `struct ifaddrs`, alike on Linux and macOS."""
+    """The head of the kernel's `struct ifaddrs`, which Linux and macOS share."""
 
 
 _InterfaceEntry._fields_ = [
@@ -55,8 +55,8 @@ def _family(head: bytes) -> int:
 def interface_of(address: str, is_loopback: bool = False) -> str:
     """Return the name of this host's network interface that has `address`, a host name or an IP address.
 
-    Without `is_loopback`, loopback addresses do not count. Some systems give their own host name a loopback address,
-    which other hosts cannot reach.
+    Unless `is_loopback`, loopback addresses are ignored, because some systems map their own host name to a loopback
+    address, which other hosts can't reach.
 
     Raises:
         LookupError: no interface has this address. The message lists the host's interfaces and addresses.

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from exogym.machines.remote.onhost.interfaces import interface_of
 
-MARK = "exogym:"  # what a login script prints comes before, and is not ours
+MARK = "exogym:"  # ignores output of a login script, which comes first
 SKIPPED = ("runs", "build", "dist", "node_modules", "__pycache__")
 MOST_FILES = 20_000
 CONNECT_S = 5.0
@@ -68,7 +68,7 @@ def packages(names: list[str]) -> dict[str, str | None]:
 def package_sum(name: str, folder: str | None = None) -> str | None:
     """Return a checksum of a package's Python files. Return None if there is no such package.
 
-    The function looks for the package as `python -m` does when it runs in `folder`.
+    The package is searched for as by `python -m` in `folder`.
     """
     before = list(sys.path)
     if folder is not None:
@@ -199,7 +199,7 @@ QUESTIONS: dict[str, Any] = {
 }
 
 
-# The way between hosts: every host listens, and then every host connects to all others.
+# Connections between hosts: every host listens, and then every host connects to all others.
 
 
 def _listen(listening: list[socket.socket], address: str, port: int) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _connect(others: list[tuple[str, int]]) -> dict[str, Any]:
 
 
 def _call(address: str, port: int) -> socket.socket | str:
-    """Begin to connect. Return the socket, or the reason of a failure."""
+    """Begin to connect. Return the socket, or the reason for a failure."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         call = socket.socket(family, kind)
