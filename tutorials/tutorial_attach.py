@@ -142,8 +142,8 @@ print("the simulation's model in both processes:", same_bits())
 # > the simulation's model in both processes: [True, True]
 
 # %% [markdown]
-# The processes could also run on two hosts. To do so, start the same script with torchrun on each host ([writing a
-# distributed script](../docs/processes.md#write-a-distributed-script)).
+# To run the processes on two hosts instead, start the same script with torchrun on each host ([writing a distributed
+# script](../docs/processes.md#write-a-distributed-script)).
 #
 # ## Resume after a crash
 #

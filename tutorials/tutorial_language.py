@@ -55,7 +55,7 @@ print(task.description)
 #
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices to each matrix of a layer. Only these are trained and sent.
+# **LoRA** adds two narrow matrices to each matrix of a layer, and only the added matrices are trained and sent.
 
 
 # %%
@@ -95,7 +95,7 @@ figure.savefig("tutorial_language.png", dpi=80)
 # %% [markdown]
 # ![Perplexity falls](../docs/images/tutorial_language.png)
 #
-# ## How long on your network?
+# ## How long does it take on your network?
 #
 # With LoRA, SmolLM2-135M sends 2,442,240 numbers. On a laptop, a step of two blocks of 128 tokens takes two seconds.
 

@@ -109,7 +109,7 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # ## A question
 #
-# SPARTA with `p_sparta=0.01` sends one number in a hundred at each step. Why isn't its reduction 100?
+# SPARTA with `p_sparta=0.01` sends one number in a hundred at each step. Why isn't SPARTA's reduction 100?
 #
 # **Answer.** The nodes still differ at the end of the run, so they average all P parameters once to get a single model.
 # The 120 steps send 1.2 P numbers and this final synchronization sends P more, so the reduction is 120 / 2.2 = 55. To

@@ -55,7 +55,7 @@ left.set(title=text, xlabel="1/100 s", ylabel="pitch")
 # %% [markdown]
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices to each matrix of a layer. Only these are trained and sent.
+# **LoRA** adds two narrow matrices to each matrix of a layer, and only the added matrices are trained and sent.
 
 
 # %%
@@ -95,7 +95,7 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # Look at the word error rate too. With tiny.en and 96 lines, it fell from 39 % to 23 %
 # ([measured](../benchmarks/RESULTS.md#whisper)).
 #
-# ## How long on your network?
+# ## How long does it take on your network?
 #
 # With LoRA, tiny.en sends 540,672 numbers. On a laptop, a step of two clips takes about a second.
 
