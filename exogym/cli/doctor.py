@@ -80,7 +80,7 @@ def doctor(
 
 
 def print_checks(checks: Sequence[Check], file: TextIO) -> None:
-    """Print a table of the checks, and below the table the remedy for each failed check."""
+    """Print a table of the checks, followed by a remedy for each failed check."""
     console = console_on(file)
     table = Table("host", "check", "", "seen", box=None, pad_edge=False)
     for column in table.columns:

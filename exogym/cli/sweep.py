@@ -48,7 +48,7 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted sweep in the folder --out.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a task with every combination of some options' values, each with several seeds.
+    """Train a task with all combinations of the given option values, each with several seeds.
 
     Prints a table (mean ± standard deviation across seeds) and the best cell, and writes sweep.json, summary.csv,
     sweep.png and a folder for each run. To resume an interrupted sweep, add --resume to the same command.
