@@ -99,7 +99,7 @@ def with_tables(page: str, tables: Sequence[Sequence[str]]) -> str:
 
 def pages() -> dict[Path, str]:
     """Return both pages with their tables written anew."""
-    tables = {PAGE: [sizes_table(SHOWN), paper_table(), internet_table()], FULL_PAGE: [sizes_table(CORE)]}
+    tables = {PAGE: [sizes_table(SHOWN), internet_table()], FULL_PAGE: [sizes_table(CORE), paper_table()]}
     return {page: with_tables(page.read_text("utf-8"), found) for page, found in tables.items()}
 
 
