@@ -74,8 +74,13 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         rank, num_nodes: the node's number, and the number of nodes.
         nodes: the attached `Nodes`, once training has started.
 
+    Refused: several devices or optimizers, `strategy="ddp"` and others, fp16, `overfit_batches`, validation or the end
+    of an epoch between the batches of a step, `gradient_clip_val` if the strategy averages gradients, and callbacks
+    that stop, average, unfreeze or tune a single node, such as `EarlyStopping`, `Timer` (`max_time`),
+    `WeightAveraging` and `LearningRateFinder`.
+
     Raises:
-        ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model; see `docs/attach.md`.
+        ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model.
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 

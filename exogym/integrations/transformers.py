@@ -45,8 +45,12 @@ class ExoGymCallback(Adapter, TrainerCallback):
         rank, num_nodes: the node's number, and the number of nodes.
         nodes: the attached `Nodes`, once training has started.
 
+    Refused options of the `Trainer`: `fsdp`, `deepspeed`, `fp16`, `load_best_model_at_end`, `auto_find_batch_size`,
+    `EarlyStoppingCallback`, `dataloader_persistent_workers`, a schedule if the strategy has `lr_scheduler` or
+    `warmup_steps`, and `max_grad_norm` if the strategy averages gradients.
+
     Raises:
-        ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model; see `docs/attach.md`.
+        ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model.
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 
