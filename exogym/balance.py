@@ -1,12 +1,11 @@
-"""Share the load by speed: fast machines get more nodes, or fast nodes get larger batches or more local steps.
+"""Share the load by speed: fast machines get more nodes, or fast nodes larger batches or more local steps.
 
-    nodes    fast processes hold more nodes; only the placement changes, so the result keeps the same bits
-    batch    node i takes b_i examples per step, and has the weight b_i in every mean; the sum of all b_i is N b
-    steps    node i takes the share v_i / max v of the local steps; this share is also its weight in every mean
+    nodes    fast processes hold more nodes; only the placement changes, so the result is bitwise identical batch
+    node i takes b_i examples per step, and has the weight b_i in every mean; the sum of all b_i is N b steps    node i
+    takes the share v_i / max v of the local steps; this share is also its weight in every mean
 
-v_i is the speed of process or node i, N the number of nodes, and b the option `batch_size`. Let c_i >= 1 be the number
-of nodes of process i, or of examples of node i. All wait for the process or node with the largest c_i / v_i.
-`share_out` chooses the c_i that make this maximum as small as possible.
+v_i is the speed of process or node i, N the number of nodes, and b the option `batch_size`. If c_i >= 1 is the number
+of nodes of process i, or of examples of node i, all wait for the largest c_i / v_i, which `share_out` minimizes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Balance:
 
     Args:
         kind: "nodes" shares the nodes among processes; "batch" or "steps" shares examples or local steps among nodes.
-        speeds: relative speeds above 0, one per process ("nodes") or one per node ("batch", "steps"). If `speeds` is
-            None, `fit` measures the speeds at its start, with a few training steps in every process.
+        speeds: relative speeds above 0, one per process ("nodes") or per node ("batch", "steps"). None means that `fit`
+            first measures them by a few training steps in every process.
 
     Raises:
         ArgumentError: `kind` is unknown, or a speed is not a positive number.
@@ -48,7 +47,7 @@ class Balance:
 
     @staticmethod
     def of(given: Any) -> Balance:
-        """Return `given` as a `Balance`. A text is taken as the kind."""
+        """Return `given`, a `Balance` or its kind, as a `Balance`."""
         if isinstance(given, Balance):
             return given
         if not isinstance(given, str):
@@ -56,31 +55,31 @@ class Balance:
         return Balance(given)
 
     def check_speeds(self, count: int, of: str) -> None:
-        """Raise ArgumentError if the number of given speeds is not `count`. `of` is the text "nodes" or "processes"."""
+        """Raise ArgumentError unless there are `count` speeds; `of` is the text "nodes" or "processes"."""
         if self.speeds is not None and len(self.speeds) != count:
             raise ArgumentError(
-                f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one speed for each, "
+                f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: pass one speed for each, "
                 "or leave speeds out, so that fit measures them"
             )
 
     def counts(self, total: int) -> list[int]:
-        """Divide `total` items by the speeds. Return one whole number of at least 1 per speed; their sum is `total`."""
+        """Divide `total` items by speed, into one integer of at least 1 per speed."""
         assert self.speeds is not None
         return share_out(total, self.speeds)
 
     def shares(self) -> list[Fraction]:
-        """Return each speed as an exact fraction of the largest speed, computed from the speeds' decimal digits."""
+        """Return each speed as an exact fraction of the largest, computed from the speeds' decimal digits."""
         assert self.speeds is not None
         exact = [Fraction(str(speed)) for speed in self.speeds]
         return [speed / max(exact) for speed in exact]
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
-    """Divide `total` items by speed: return counts of at least 1, with the smallest maximum of count / speed.
+    """Divide `total` items into counts of at least 1 with the smallest maximum of count / speed.
 
-    There is one member (a process or node) per speed. Items are dealt one after another. Each item goes to the member
-    that would finish it first; ties go to the lower index (D'Hondt's rule). With equal speeds, the first members get
-    one item more if `total` cannot be divided evenly.
+    Each item in turn goes to the member (a process or node, one per speed) that would finish it first, or to the lower
+    index if equal (D'Hondt's rule). With equal speeds, the first members get one item more if `total` cannot be divided
+    evenly.
 
     Raises:
         ArgumentError: `total` is smaller than the number of speeds.
@@ -90,7 +89,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
     """
     n = len(speeds)
     if total < n:
-        raise ArgumentError(f"total={total} is too small for {n} speeds: there must be at least one item per speed")
+        raise ArgumentError(f"total={total} is too small for {n} speeds: expected at least one item per speed")
     whole = sum(speeds)
     counts = [max(1, math.floor((total - n) * (speed / whole))) for speed in speeds]  # lower bounds
     queue = [((counts[i] + 1) / speeds[i], i) for i in range(n)]
@@ -103,7 +102,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def speeds_of(seconds: Sequence[float]) -> list[float]:
-    """Return all speeds relative to the fastest, rounded to three digits. `seconds` are the times for equal work.
+    """Return speeds relative to the fastest, rounded to three digits, from the `seconds` for equal work.
 
     >>> speeds_of([0.01, 0.03])
     [1.0, 0.333]
@@ -114,7 +113,7 @@ def speeds_of(seconds: Sequence[float]) -> list[float]:
 def _checked_speeds(given: Any) -> list[float]:
     numbers = not isinstance(given, str) and isinstance(given, Sequence) and len(given) > 0
     if not numbers or not all(_is_speed(speed) for speed in given):
-        raise ArgumentError(f"speeds={given!r} must be a list of numbers over 0, as in speeds=[1, 2.5]")
+        raise ArgumentError(f"speeds={given!r} must be a list of numbers over 0, such as speeds=[1, 2.5]")
     return list(given)
 
 

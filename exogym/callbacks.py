@@ -1,9 +1,9 @@
 """Callbacks: functions that the training loop calls after evaluations, or every n steps.
 
-A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls the callback
-after each evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback
-runs in the main process only. It can end the training by returning True. It must leave submodules in the mode in which
-they were, and cannot freeze or unfreeze parameters: for that, train in two fits.
+A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls it after each
+evaluation or, if it is wrapped in `Every(n, function)`, after each n-th step, in the main process only. A callback can
+end the training by returning True. It must leave submodules in the mode in which they were, and can't freeze or
+unfreeze parameters (for that, train in two fits).
 
 This callback is called every two steps, and has state that checkpoints save:
 
@@ -42,16 +42,16 @@ from exogym.core.base.lazy import absent
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count, checked
 
-__getattr__ = functools.partial(absent, __name__)  # callbacks that were here
+__getattr__ = functools.partial(absent, __name__)  # callbacks that used to be here
 
 
 class Running(Protocol):
-    """The object that a callback gets: the training loop of the running training.
+    """The training loop, which callbacks receive.
 
     Attributes:
         step: the number of steps done.
-        evaluated_at: step of the last evaluation.
-        history: the run's records. `history.add_evaluation(step, epoch, values, node=None)` adds your own numbers.
+        evaluated_at: the step of the last evaluation.
+        history: the run's records. Add your own numbers by `history.add_evaluation(step, epoch, values, node=None)`.
         fleet: this process's rows (blocks and their layout) and buffers.
     """
 
@@ -65,42 +65,41 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return all N nodes' P parameters, (N, P) per block, from all processes. This traffic is not counted."""
+        """Return all N nodes' P parameters, (N, P) per block, from all processes. The traffic is not counted."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the averaged (or outer) model: its P parameters, a tensor (P,) per block, and its buffers by name."""
+        """Return the averaged (or outer) model: its P parameters, (P,) per block, and its buffers by name."""
 
     def evaluate(self, node: int | None = None, *, own_data: bool = False) -> dict[str, float]:
-        """Return losses and metrics of the model of `node`, or of the averaged model; {} without a validation set.
+        """Return losses and metrics of `node`'s model or the averaged model, or {} without a validation set.
 
-        With `own_data`, evaluate the node on its own validation set: `val_dataset` is a function of the node. Between
+        With `own_data`, evaluate the node on its own validation set (`val_dataset` is a function of the node). Between
         rounds, sampled clients without personal parameters all have the server's model.
         """
 
     @property
     def clients(self) -> Sequence[int]:
-        """The nodes that `evaluate(node, own_data=True)` takes now."""
+        """The nodes that `evaluate(node, own_data=True)` accepts now."""
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Return losses and metrics of any parameters and buffers, in the form that `average` returns."""
+        """Return losses and metrics of any parameters and buffers in the form that `average` returns."""
 
     def save(self) -> Any:
         """Write a checkpoint if there is a save_dir, and return its folder."""
 
     def beat(self) -> None:
-        """Report that a long callback is still running. The time limit `hang_s` of the `Placement` starts anew."""
+        """Report that a long callback is still running, which resets the time limit `hang_s` of the `Placement`."""
 
 
 class Callback:
-    """Base class for callbacks that choose when they are called, or have state that checkpoints save.
+    """Base class of callbacks that choose when they are called or have state that checkpoints save.
 
     Attributes:
-        steps: call the callback after every step that this number divides. If `steps` is None, the callback is not
-            called after steps.
+        steps: call the callback after every step that this number divides. None means never after steps.
         at_evaluations: whether to call the callback after each evaluation.
         may_end: whether the callback may end the training by returning True. If so, the run measures the consensus
-            distance before each synchronization at the callback's steps, because the last evaluation may need this
-            distance. Between hosts, the measurement sends all rows twice.
+            distance before each synchronization at the callback's steps, because the last evaluation may need it.
+            Between hosts, this sends all rows twice.
     """
 
     steps: int | None = None
@@ -109,7 +108,7 @@ class Callback:
 
     @staticmethod
     def of(given: Callable[[Running], Any]) -> Callback:
-        """Return `given` as a Callback. A plain function becomes a callback that is called after each evaluation."""
+        """Return `given` as a Callback. A plain function is called after each evaluation."""
         return given if isinstance(given, Callback) else _Called(given)
 
     def __call__(self, loop: Running) -> Any:
@@ -120,7 +119,7 @@ class Callback:
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load tensors that `state` returned. They are {} in a new run, or if the checkpoint has no such callback."""
+        """Load tensors that `state` returned, or {} in a new run or if the checkpoint has no such callback."""
 
 
 class _Called(Callback):
@@ -132,9 +131,9 @@ class _Called(Callback):
 
 
 class Every(_Called):
-    """Call `function(loop)` after every step that `steps` divides. A stretch ends at each such step.
+    """Call `function(loop)` after every step that `steps` divides, for which nodes wait for each other.
 
-    Give `may_end=False` if the function never returns True. This saves communication between hosts (see `Callback`).
+    Pass `may_end=False` if the function never returns True, which saves communication between hosts (see `Callback`).
 
     >>> Every(100, lambda loop: loop.step >= 500).steps
     100
@@ -149,7 +148,7 @@ class Every(_Called):
 
 
 class EvaluateNodes(Callback):
-    """At each evaluation, also evaluate each present node's model. The history gets a record for each node."""
+    """At each evaluation, also evaluate each present node's model, as a record per node in the history."""
 
     may_end = False
 
@@ -162,7 +161,7 @@ class EvaluateClients(Callback):
     """At each evaluation, evaluate each client's own model on the client's own validation set.
 
     The trainer's `val_dataset` must be a function (node, num_nodes, is_train) that returns the node's validation set.
-    The history gets a record for each client. The averaged model's record gets three numbers for each value, such as
+    The history gets a record per client, and the averaged model's record three numbers for each value, such as
     `val_loss`, over the n clients with equal weights:
 
         clients_val_loss            the mean
@@ -170,14 +169,14 @@ class EvaluateClients(Callback):
                                     the value is in `lower_is_better`
         clients_val_loss_spread     the standard deviation (divided by n)
 
-    A client's model is its row: after a round, theta and the client's personal parameters. So let evaluations follow
-    rounds (`val_interval` is a multiple of H). Sampled clients without personal parameters all have the server's model
-    theta, so all of them count. Sampled clients with personal parameters count only if they have a row: if idle clients
-    have no row, these are the next round's clients. Clients without validation data never count. If not all N count,
-    the record says how many do: `clients_counted`.
+    A client's model is its row, which after a round is theta with the client's personal parameters, so evaluate after
+    rounds (`val_interval` a multiple of H). Sampled clients without personal parameters all have the server's model
+    theta and all count. Sampled clients with personal parameters count only if they have a row: if idle clients have
+    none, only the next round's clients do. Clients without validation data never count. If not all N count, the record
+    has the number that do, `clients_counted`.
 
     Args:
-        lower_is_better: names of metrics, without "val_", whose largest values are the worst. Name your own errors.
+        lower_is_better: names of metrics, without "val_", whose largest values are the worst, such as your own errors.
 
     >>> from exogym import LocalTrainer
     >>> from exogym.strategy import FedPerStrategy
@@ -197,7 +196,7 @@ class EvaluateClients(Callback):
     def __init__(self, lower_is_better: Collection[str] = ("loss", "perplexity", "wer")):
         if isinstance(lower_is_better, str):
             raise ArgumentError(
-                f"lower_is_better={lower_is_better!r} must be several names: give [{lower_is_better!r}]"
+                f"lower_is_better={lower_is_better!r} must be a list of names: pass [{lower_is_better!r}]"
             )
         self.lower_is_better = {"loss", *lower_is_better}
 

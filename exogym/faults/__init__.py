@@ -1,4 +1,4 @@
-"""Faults in a run: nodes that drop out, are slow or send wrong values, and clients that are not always available.
+"""Faults in a run: nodes that drop out, are slow or send wrong values, and clients with limited availability.
 
 >>> import numpy as np
 >>> from exogym.faults.availability import There

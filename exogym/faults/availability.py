@@ -1,9 +1,9 @@
-"""When each client is available, so that a server can choose it for a round, and how fast each client is.
+"""When each client is available, so that a server can choose it for a round, and how fast it is.
 
     Trace       intervals from a file: client, from, to, speed
     Devices     kinds of devices. Each kind has a speed and a share of the time in which its clients are available.
 
-Times are seconds since the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
+Times are seconds since the start of the run. Speeds are relative: at 0.5, a step takes twice `step_seconds`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class There(NamedTuple):
 
     Attributes:
         ids: the clients' numbers, ascending.
-        until_s: the time at which each of these clients stops being available.
+        until_s: the time until which each of these clients is available.
         speed: the speed of each of these clients.
     """
 
@@ -40,10 +40,10 @@ class There(NamedTuple):
 
 
 class Availability:
-    """Compute when clients are available. Subclasses implement `at`, whose result must depend only on its arguments."""
+    """Base class of availability. Subclasses implement `at`, whose result must depend only on its arguments."""
 
     def check(self, num_nodes: int) -> None:
-        """Raise ArgumentError or DataError if these times are not for a fleet of `num_nodes` nodes."""
+        """Raise ArgumentError or DataError if these times do not fit a fleet of `num_nodes` nodes."""
 
     def at(self, time_s: float, num_nodes: int) -> There:
         """Return the clients that are available at `time_s`."""
@@ -51,16 +51,16 @@ class Availability:
 
 
 class Trace(Availability):
-    """Read clients' intervals from a CSV file with the columns client, from, to, speed.
+    """Clients' availability from a CSV file with the columns client, from, to, speed.
 
     Args:
-        file: the file's path. A row is an interval in which a client is available, with `from` and `to` in seconds, and
-            `speed`, over 0. Clients are numbers from 0. Without a column `speed` all clients have speed 1.
+        file: the file's path. A row is an interval in which a client (a number from 0) is available, with `from` and
+            `to` in seconds and a `speed` over 0, which is 1 for all clients if there is no such column.
         repeat_s: repeat the intervals after this many seconds. Default: no client is available after the last `to`.
 
     Raises:
-        DataError: the file does not exist, or a row is impossible, or two intervals of a client overlap. The message
-            names the row and the reason.
+        DataError: the file does not exist, a row is impossible, or two intervals of a client overlap. The message names
+            the row and the reason.
     """
 
     @checked
@@ -70,7 +70,7 @@ class Trace(Availability):
         self.file, self.repeat_s = os.fspath(file), repeat_s
         path = Path(file)
         if not path.is_file():
-            raise DataError(f"there is no trace {self.file!r}: wanted a CSV file with {', '.join(COLUMNS)}")
+            raise DataError(f"there is no trace {self.file!r}: expected a CSV file with {', '.join(COLUMNS)}")
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         client, self.begin, self.end, self.speed = map(np.array, _columns(path))
         if wrong := [k for k, x in enumerate(client) if not 0 <= x < 1 << 53 or x != int(x)]:
@@ -80,8 +80,8 @@ class Trace(Availability):
         self.client = client.astype(np.int64)
         for k in np.flatnonzero(~((self.begin >= 0) & (self.end > self.begin)))[:1]:
             raise DataError(
-                f"{_row(self.file, k)}: from={self.begin[k]:g}, to={self.end[k]:g}: wanted a `from` of at least 0 and "
-                "a `to` after it"
+                f"{_row(self.file, k)}: from={self.begin[k]:g}, to={self.end[k]:g}: expected a `from` of at least 0 "
+                "and a `to` after it"
             )
         for k in np.flatnonzero(~((self.speed > 0) & np.isfinite(self.speed)))[:1]:
             raise DataError(f"{_row(self.file, k)}: speed {self.speed[k]:g} must be over 0")
@@ -91,11 +91,11 @@ class Trace(Availability):
             one, other = order[k], order[k + 1]
             raise DataError(
                 f"{_row(self.file, other)}: client {self.client[other]} is available from {self.begin[other]:g}, but "
-                f"also from row {one + 2}, until {self.end[one]:g}: give times that do not overlap"
+                f"also from row {one + 2}, until {self.end[one]:g}: use times that do not overlap"
             )
         if repeat_s is not None and self.end.max(initial=0) > repeat_s:
             raise DataError(
-                f"{self.file!r} ends at {self.end.max():g} s, after repeat_s={repeat_s:g}: give a larger repeat_s"
+                f"{self.file!r} ends at {self.end.max():g} s, after repeat_s={repeat_s:g}: use a larger repeat_s"
             )
 
     def check(self, num_nodes: int) -> None:
@@ -120,7 +120,7 @@ class Profile:
         clients: this kind's share of all clients.
         speed: relative speed, over 0.
         online: the share of the time in which such a device is available, over 0 and at most 1.
-        session_s: seconds for which such a device is available without interruption.
+        session_s: seconds for which such a device is available at a time.
     """
 
     clients: float
@@ -142,11 +142,11 @@ PROFILES = {  # assumed, not measured
 
 
 class Devices(Availability):
-    """A fleet of several kinds of devices. Each kind is available for its share of the time, at its own speed.
+    """A fleet of several kinds of devices, each available for its share of the time, at its own speed.
 
     Args:
-        kinds: {name: `Profile`} of the kinds of devices. Default: phones, laptops and boards, with assumed numbers.
-        seed: seed of each client's kind and times.
+        kinds: the kinds of devices, {name: `Profile`}. Default: phones, laptops and boards, with assumed numbers.
+        seed: the seed for each client's kind and times.
 
     >>> fleet = Devices({"phone": Profile(0.9, speed=0.2, online=0.1, session_s=7200),
     ...                  "board": Profile(0.1, speed=0.05, online=1.0, session_s=3600)})
@@ -174,7 +174,7 @@ class Devices(Availability):
         return There(ids, time_s + (length - since)[ids], speed[ids])
 
     def _drawn(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return four arrays (N,) with each client's first start, session, period (in seconds) and speed."""
+        """Return each client's first start, session and period (in seconds) and speed, (N,) each."""
         draw, kinds = numpy_generator(self.seed, "devices"), list(self.kinds.values())
         shares = np.array([kind.clients for kind in kinds])
         which = draw.choice(len(kinds), num_nodes, p=shares / shares.sum())
@@ -184,7 +184,7 @@ class Devices(Availability):
 
 
 def _columns(path: Path) -> list[list[float]]:
-    """Return the numbers of a CSV file's columns client, from, to and speed. Without a column speed, all are 1."""
+    """Return the numbers in a CSV file's columns client, from, to and speed (1 without such a column)."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
@@ -193,7 +193,7 @@ def _columns(path: Path) -> list[list[float]]:
     lacking = [name for name in COLUMNS[:3] if not rows or name not in rows[0]]
     if lacking:
         raise DataError(
-            f"{str(path)!r} has no column {', '.join(lacking)}: wanted a header with {', '.join(COLUMNS)} and one row "
+            f"{str(path)!r} has no column {', '.join(lacking)}: expected a header with {', '.join(COLUMNS)} and a row "
             "for each interval in which a client is available"
         )
     return [
@@ -208,7 +208,7 @@ def _number(path: Path, index: int, name: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if math.isnan(number):
-        raise DataError(f"{_row(str(path), index)}: {name} is {value!r}: wanted a number")
+        raise DataError(f"{_row(str(path), index)}: {name} is {value!r}: expected a number")
     return number
 
 

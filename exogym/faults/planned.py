@@ -1,15 +1,15 @@
 """Planned faults: nodes that drop out and return, slow nodes, lost synchronizations.
 
-Whether a node is present depends only on (step, node). So a node's presence does not change with the placement or after
-a resume. Steps are the run's steps, counted from 1.
+Whether a node is present depends only on (step, node), and not on the placement or a resume. Steps are the run's steps,
+counted from 1.
 
     absent  the node neither computes nor communicates; when it returns, it copies another node's parameters
     lost    the node misses the synchronization after this step: it keeps its own parameters and continues
     slow    the node takes only a share of the local steps, and then synchronizes its parameters as usual
     bad     the node sends wrong updates to the other nodes (`exogym.strategy.updates`); its own training is correct
 
-`Outages` are unplanned: a run on real hosts records when each node was absent. A simulation with the same outages as
-`Faults(absent=..., forget=True)` repeats this run.
+`Outages` are unplanned: a run on real hosts records when each node was absent, and a simulation with these outages as
+`Faults(absent=..., forget=True)` repeats the run.
 """
 
 from __future__ import annotations
@@ -36,27 +36,25 @@ class Faults:
     """Planned faults of nodes: a schedule, random faults with a seed, or both.
 
     Args:
-        absent: {node: [(first, last), ...]}, each node's outages. The node is absent from step `first` on, and present
-            again at step `last`. With last=None the node does not return.
-        drop_rate: probability per step that a present node drops out. Nodes drop out independently. On average a node
-            is absent in a share drop_rate m / (1 + drop_rate m) of the steps, with m = `mean_outage_steps`.
-        mean_outage_steps: mean length of the random outages in steps, at least 1. Lengths are geometric.
+        absent: {node: [(first, last), ...]}, each node's outages. The node is absent from step `first` on and present
+            again at step `last`, or never if last=None.
+        drop_rate: the probability per step that a present node drops out, independently of others. With m =
+            `mean_outage_steps`, a node is absent in a mean share drop_rate m / (1 + drop_rate m) of the steps.
+        mean_outage_steps: the mean length of random outages in steps, at least 1. Lengths are geometric.
         lost: {node: steps}, the steps whose synchronization the node misses.
-        lost_rate: probability that a node misses a synchronization.
-        slow: {node: share}, the share of its local steps that the node takes, over 0 and at most 1. The node takes
-            floor(share * n) of the first n steps in which it is present.
-        forget: if True, a returning node has restarted and lost its state. So it copies parameters, the inner
-            optimizer's state and the strategy's state from another node. If False, the node was only unreachable, and
-            copies only parameters.
+        lost_rate: the probability that a node misses a synchronization.
+        slow: {node: share}, the share of its local steps that the node takes, over 0 and at most 1: floor(share * n) of
+            the first n steps in which it is present.
+        forget: if True, a returning node has lost its state and copies parameters, the inner optimizer's state and the
+            strategy's state from another node. If False, the node was only unreachable and copies only parameters.
         seed: seed of the random faults, of the choice of bad nodes, and of bad nodes' noise.
-        bad_nodes: a list of the nodes that send wrong updates, or the share of all nodes that do so, a number below 1.
-            ExoGym rounds the share to whole nodes and draws these nodes with the seed.
+        bad_nodes: a list of the nodes that send wrong updates, or their share of all nodes, a number below 1, which is
+            rounded to whole nodes drawn with the seed.
         attack: the kind of wrong updates, "sign_flip", "noise" or "scale".
-        trace: a file, or a `Trace` or `Devices` (`exogym.faults.availability`), which says when each client is
-            available and how fast it is. A trace needs a strategy that samples clients, and excludes planned faults.
-        attack_factor: a factor c over 0. The wrong update is the correct update times -c ("sign_flip"), noise with c
-            times the correct update's norm ("noise"), or the correct update times c ("scale"). Default: 1 for
-            "sign_flip", 10 for "noise" and "scale".
+        trace: when each client is available and how fast it is: a file, `Trace` or `Devices`
+            (`exogym.faults.availability`). It needs a strategy that samples clients, and excludes planned faults.
+        attack_factor: c, over 0. The wrong update is the correct one times -c ("sign_flip"; default 1), noise with c
+            times its norm ("noise"; default 10), or the correct one times c ("scale"; default 10).
 
     Raises:
         ArgumentError: a node, step, rate or share is impossible.
@@ -130,7 +128,7 @@ class Faults:
         return as_call(self)
 
     def bad(self, num_nodes: int) -> list[int]:
-        """Return the sorted ranks of the bad nodes among `num_nodes` nodes. They are the same in every step.
+        """Return the sorted ranks of the bad nodes among `num_nodes` nodes, the same in every step.
 
         Raises:
             ArgumentError: a node in `bad_nodes` does not exist.
@@ -148,9 +146,9 @@ class Faults:
         """Return the `Attendance` of `num_nodes` nodes: which of them are present at each step.
 
         Args:
-            shares: the share of the steps that each node takes. A share in `slow` multiplies it.
-            lockstep: whether all nodes take every step together, because the strategy averages gradients in every step.
-                Then a node that loses a synchronization misses this step, and no node can be slow.
+            shares: the share of the steps that each node takes, which `slow` multiplies.
+            lockstep: whether all nodes take every step together because the strategy averages gradients. A node that
+                loses a synchronization then misses the step, and no node can be slow.
 
         Raises:
             ArgumentError: a node does not exist, or a node is slow in lockstep.
@@ -165,7 +163,7 @@ class Faults:
 
 
 class Attendance:
-    """Compute which nodes are present at each step of a run. `Faults.bind` makes this object.
+    """Which nodes are present at each step of a run, as `Faults.bind` returns it.
 
     Every method's result depends only on its arguments; stored values are a cache.
     """
@@ -180,7 +178,7 @@ class Attendance:
         self._loses = bool(faults.lost) or faults.lost_rate > 0
 
     def reread(self) -> None:
-        """Clear the cache because the schedule has changed."""
+        """Clear the cache after the schedule has changed."""
         self._outages = [_NodeOutages(self.faults, node) for node in range(self.num_nodes)]
         self._span, self._attending = (
             (0, 1),
@@ -188,7 +186,7 @@ class Attendance:
         )  # present from a step up to another
 
     def up(self, step: int) -> list[int]:
-        """Return the sorted ranks of the nodes that compute in step `step`. Before step 1 these are all nodes."""
+        """Return the sorted ranks of the nodes that compute in step `step`, or all nodes before step 1."""
         nodes = self._not_away(step)
         if self.lockstep and self._loses:
             lost = self._losers(step)
@@ -198,7 +196,7 @@ class Attendance:
     def present(self, step: int) -> list[int]:
         """Return the sorted ranks of the nodes that communicate after step `step`.
 
-        If all nodes are absent or lose the synchronization, the list is empty, and no node communicates.
+        The list is empty if all nodes are absent or lose the synchronization.
         """
         nodes = self.up(step)
         if self.lockstep or not self._loses or not nodes:
@@ -207,11 +205,11 @@ class Attendance:
         return [node for node in nodes if node not in lost]
 
     def returning(self, step: int) -> tuple[list[int], int | None]:
-        """Return the nodes that return at step `step`, and the node whose state these nodes copy.
+        """Return the nodes that return at step `step`, and the node whose state they copy.
 
-        Returning nodes copy the state of the lowest rank that was also present in the step before. If there is no such
-        node, they copy the state of the present node that was absent for the shortest time, or of the lowest rank among
-        several such nodes. This node is then itself a returning node. If no node returns, the result is ([], None).
+        They copy the state of the lowest rank that was also present in the step before or, if there is none, of the
+        returning node that was absent for the shortest time (the lowest rank among several). If no node returns, the
+        result is ([], None).
         """
         now, before = self.up(step), set(self.up(step - 1))
         back = [node for node in now if node not in before]
@@ -224,7 +222,7 @@ class Attendance:
         return back, stayed[0]
 
     def next_change(self, step: int) -> int:
-        """Return the last step up to which the same nodes are present as at `step + 1`. A stretch ends there."""
+        """Return the last step up to which the same nodes are present as at `step + 1`."""
         if self.lockstep and self._loses:
             return step + 1
         self._not_away(step + 1)
@@ -235,12 +233,12 @@ class Attendance:
     ) -> np.ndarray:
         """Return the number of local steps that each node takes in the run's steps first + 1 to last, (N,).
 
-        A node takes a step only if both the faults and the strategy allow it. The result is additive:
-        steps_between(a, b) + steps_between(b, c) == steps_between(a, c).
+        A node takes a step only if both the faults and the strategy allow it. The result is additive: steps_between(a,
+        b) + steps_between(b, c) == steps_between(a, c).
 
         Args:
-            work: `work(first, last)` returns the local steps that the strategy wants of each node, (N,). These numbers
-                must be additive, too. If `work` or its result is missing (None), the strategy wants every step.
+            work: a function of (first, last) that returns the strategy's local steps of each node, (N,), which must be
+                additive, too. If it is None or returns None, the strategy takes every step.
         """
         if self.lockstep and self._loses:
             return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))
@@ -284,7 +282,7 @@ class Attendance:
         return present if share is None else present * share.numerator // share.denominator
 
     def _last_up(self, node: int, step: int) -> int:
-        """Return the last step before `step` at which the node was present; 0: before training."""
+        """Return the last step before `step` at which the node was present, or 0 for before training."""
         while True:
             step -= 1
             away, begin, _ = self._outages[node].state(step)
@@ -294,7 +292,7 @@ class Attendance:
 
 
 class Outages(Faults):
-    """Record a run's unplanned outages as they happen.
+    """A run's unplanned outages, recorded as they happen.
 
     A simulation with `Faults(absent=outages.as_absent(), forget=True)` repeats these outages.
 
@@ -315,9 +313,9 @@ class Outages(Faults):
         return self._bound[-1]
 
     def note(self, step: int, present: Collection[int]) -> None:
-        """Record that from step `step + 1` on only the nodes in `present` are present.
+        """Record that only the nodes in `present` are present from step `step + 1` on.
 
-        The new record replaces earlier records for these steps.
+        This replaces earlier records of these steps.
         """
         for attendance in self._bound:
             up = set(attendance.up(step + 1))
@@ -344,7 +342,7 @@ class Outages(Faults):
         self._clear_caches()
 
     def as_absent(self) -> dict[int, list[tuple[int, int | None]]]:
-        """Return the outages in the form of `Faults(absent=...)`. An outage that has not ended is (first, None)."""
+        """Return the outages as for `Faults(absent=...)`, with (first, None) for an outage that has not ended."""
         return {
             node: [(first, None if last == NEVER else last) for first, last in spans]
             for node, spans in sorted(self.absent.items())
@@ -356,7 +354,7 @@ class Outages(Faults):
 
 
 class _NodeOutages:
-    """One node's outages, disjoint and in order: planned outages, and random ones drawn up to a growing horizon."""
+    """One node's outages, disjoint and in order: planned ones, and random ones drawn up to a growing horizon."""
 
     def __init__(self, faults: Faults, node: int):
         self.faults, self.node = faults, node
@@ -364,10 +362,7 @@ class _NodeOutages:
         self._learn(FIRST_HORIZON)
 
     def state(self, step: int) -> tuple[bool, int, int]:
-        """Return whether the node is absent at `step`, and the period (first, end) of this answer.
-
-        The answer holds from step `first` to step `end - 1`.
-        """
+        """Return whether the node is absent at `step`, and (first, end): the same holds from `first` to `end - 1`."""
         while True:
             self._learn(step)
             k = bisect_right(self.begins, step) - 1
@@ -399,7 +394,7 @@ class _NodeOutages:
         self.away_before = np.cumsum([0, *(end - begin for begin, end in merged)], dtype=object).tolist()
 
     def _drawn(self, horizon: int) -> list[tuple[int, int]]:
-        """Draw the outages that begin before `horizon`, in order. A longer horizon continues the same list."""
+        """Draw the outages that begin before `horizon`, in order; a longer horizon continues the same list."""
         if self.faults.drop_rate == 0:
             return []
         g = numpy_generator(self.faults.seed, "outages", self.node)

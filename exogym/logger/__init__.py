@@ -1,9 +1,9 @@
-"""Loggers receive a run's records while it trains: CSV, JSON lines, W&B, and others, or your own.
+"""Loggers receive a run's records during training: CSV, JSON lines, W&B and others, or your own.
 
 A record is a row of the history (`exogym.core.record.history`): a dict with `step`, `node` (a rank, or None for the
-averaged model), `train_loss` and other values, or None in place of missing values. Records come in the order of steps.
-In each step the averaged model's record comes first. Your own logger is a function that takes a record, or an object
-with the method `log` and, if needed, `start` and `finish`:
+averaged model), `train_loss` and other values, where None means missing. Records arrive in the order of steps, in each
+step with the averaged model's first. Your own logger is a function that takes a record, or an object with the method
+`log` and, if needed, `start` and `finish`:
 
 >>> records = []
 >>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])

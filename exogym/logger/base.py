@@ -19,7 +19,7 @@ NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Logger(Observer):
-    """Base class of loggers. A subclass must define only `log`.
+    """Base class of loggers. Subclasses must define only `log`.
 
     >>> class Best(Logger):
     ...     loss = float("inf")
@@ -27,7 +27,7 @@ class Logger(Observer):
     ...         self.loss = min(self.loss, record["val_loss"] or self.loss)
     """
 
-    is_silent = False  # True: the run need not make records
+    is_silent = False  # True: the run need not produce records
     ended = "done"  # how the run ended: "done", "stopped" or "error"; known when `finish` is called
     start, restore, finish = Observer.start, Observer.restore, Observer.finish  # for the reference
 
@@ -60,7 +60,7 @@ class _Several(Observers, Logger):
 
 
 def combine(loggers: Any) -> Logger:
-    """Return one logger, given a logger, a function that takes a record, None (no logger), or a list of these.
+    """Combine a logger, a function that takes a record, None (no logger), or a list of these into one logger.
 
     Raises:
         ArgumentError: `loggers` is something else.
@@ -75,19 +75,19 @@ def combine(loggers: Any) -> Logger:
     if isinstance(loggers, list | tuple):
         return _Several([combine(logger) for logger in loggers if logger is not None])
     if isinstance(loggers, type):
-        raise ArgumentError(f"logger={loggers.__name__} is a class: give an instance, {loggers.__name__}(...)")
+        raise ArgumentError(f"logger={loggers.__name__} is a class: pass an instance, {loggers.__name__}(...)")
     try:
         inspect.signature(getattr(loggers, "log", loggers)).bind({})
     except TypeError:
         wanted = "a logger of exogym.logger, an object with log(record), a function of a record, or a list of these"
-        raise ArgumentError(f"logger={loggers!r} is not a logger: give {wanted}") from None
+        raise ArgumentError(f"logger={loggers!r} is not a logger: pass {wanted}") from None
     except ValueError:
         pass  # a builtin without a signature
     return _Function(loggers)
 
 
 def in_json(value: Any) -> Any:
-    """Return `value` with only values that strict JSON has: NaN and infinities become "NaN", "Infinity", "-Infinity".
+    """Return `value` as strict JSON allows it: NaN and infinities become "NaN", "Infinity" and "-Infinity".
 
     >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"run\\xe9.py")})
     {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'run\\\\udce9.py'}
@@ -101,13 +101,13 @@ def in_json(value: Any) -> Any:
 
 
 def check_writable(folder: str | os.PathLike[str], name: str = "path") -> list[Path]:
-    """Check that `folder` is writable: make it, write a file into it and remove the file.
+    """Check that `folder` is writable by creating it and writing and removing a file.
 
-    Return the folders that the check has made, the deepest first.
+    Return the folders that the check has created, deepest first.
 
     Raises:
-        ArgumentError: the folder is not writable. The message begins with `name`, the caller's argument. Folders that
-            the check has made are removed again.
+        ArgumentError: the folder is not writable. The message begins with `name`, the caller's argument, and the
+            created folders are removed.
     """
     try:
         return make_folder(folder)

@@ -17,14 +17,14 @@ from exogym.core.record.rows import plain
 from exogym.errors import ArgumentError, checked
 from exogym.logger.base import Logger, Record, check_writable, in_json
 
-_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once, to halve a record's time
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # created once, which halves a record's time
 
 
 class OnDisk(Logger):
-    """A logger that writes files. If a write fails, it prints one message and stops; training continues.
+    """A logger that writes files. If a write fails, it prints one message and stops, and training continues.
 
     Attributes:
-        trouble: why the logger has stopped.
+        trouble: why the logger has stopped, if it has.
     """
 
     trouble: str | None = None
@@ -47,8 +47,8 @@ class OnDisk(Logger):
 class FileLogger(OnDisk):
     """Write records to a text file.
 
-    A new run replaces the file. A resumed run rewrites its earlier records. The first record opens the file. When `log`
-    returns, the file has the complete record.
+    A new run replaces the file, which the first record opens, and a resumed run rewrites its earlier records. When
+    `log` returns, the file has the complete record.
     """
 
     suffix = ""
@@ -84,7 +84,7 @@ class FileLogger(OnDisk):
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
         """Replace the file's records by `records()`.
 
-        After a power cut, `records()` can return records that the file lacks.
+        After a power failure, `records()` may return records that the file lacks.
         """
         with self.writing(self.path):
             self._close()  # it is open if the run went back
@@ -121,14 +121,14 @@ class FileLogger(OnDisk):
 
 
 class CSVLogger(FileLogger):
-    """Write records to a CSV file with a header. Missing values are empty.
+    """Write records to a CSV file with a header, with empty cells for missing values.
 
-    A new metric adds a column, and the file is rewritten so that its header is complete. A new run replaces an existing
-    file. A resumed run rewrites its earlier records.
+    A new metric adds a column, for which the file is rewritten with a complete header. A new run replaces an existing
+    file, and a resumed run rewrites its earlier records.
 
     Args:
         path: the file, or a folder for the file `<experiment_name>.csv`. Default: the current folder.
-        experiment_name: the file's name if `path` does not name a file; default: "metrics".
+        experiment_name: the file's name if `path` does not name a file. Default: "metrics".
 
     >>> logger = CSVLogger(path="runs/diloco.csv")
     >>> CSVLogger(experiment_name="sparta").path.name
@@ -169,9 +169,9 @@ class CSVLogger(FileLogger):
 
 
 class JSONLinesLogger(FileLogger):
-    """Write each record as one line of JSON. NaN and infinities become the texts "NaN", "Infinity" and "-Infinity".
+    """Write each record as a line of JSON; NaN and infinities become the texts "NaN", "Infinity" and "-Infinity".
 
-    A new run replaces an existing file. A resumed run rewrites its earlier records.
+    A new run replaces an existing file, and a resumed run rewrites its earlier records.
 
     >>> logger = JSONLinesLogger("runs/diloco.jsonl")
     """

@@ -25,11 +25,11 @@ SOON = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "
 
 
 class Outbox:
-    """Send items in a thread, at most once in `PAUSE_S`. If sending fails, print one message and drop all items.
+    """Send items in a thread, at most once per `PAUSE_S`. If sending fails, print one message and drop all items.
 
     Args:
-        send: a function of a list of items.
-        place: where the items go, for the message.
+        send: a function that sends a list of items.
+        place: the destination, for the message.
     """
 
     def __init__(self, send: Callable[[list[Any]], None], place: str):
@@ -46,7 +46,7 @@ class Outbox:
                 self._items.append(item)
 
     def close(self) -> bool:
-        """Send all items and end the thread. Return whether every item was sent. Wait at most `PATIENCE_S`."""
+        """Send all items and end the thread, within `PATIENCE_S`. Return whether every item was sent."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
         self._wake.set()
@@ -72,24 +72,23 @@ class Outbox:
     def _give_up(self, why: str) -> None:
         with self._lock:
             self._is_open = False
-        notice(f"{self._place} no longer gets records: {why}; training continues")
+        notice(f"{self._place} no longer receives records: {why}; training continues")
 
 
 class MLflowLogger(ByStep):
     """Log to MLflow: a run with parameters, metrics by step, and the run's end as its status.
 
-    The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
-    logged once. A resumed run becomes a new MLflow run with the same name, which gets the earlier records, too. A
-    thread sends at most one request a second. If the server fails during training, the logger prints one message and
-    training continues. The logger switches off MLflow's own usage reports, unless your script has imported
-    mlflow before.
+    Values of single nodes have names such as `node_3/train_loss`; values of the whole step (bytes, lr, seconds) are
+    logged once. A resumed run becomes a new MLflow run with the same name and the earlier records. A thread sends at
+    most one request per second. If the server fails during training, the logger prints one message and training
+    continues. The logger disables MLflow's usage reports unless your script has already imported mlflow.
 
     Args:
-        project: MLflow's experiment. The logger makes an experiment that does not exist.
-        experiment_name: the run's name; default: a name that MLflow makes.
+        project: MLflow's experiment, which is created if it does not exist.
+        experiment_name: the run's name. Default: a name that MLflow generates.
         tracking_uri: a database or a server, such as "sqlite:///runs/mlflow.db" or "http://host:5000". Default:
             MLflow's settings.
-        config: values to add to the run's parameters. A parameter's text is cut after 6000 characters.
+        config: values to add to the run's parameters. Each parameter's text is truncated to 6000 characters.
 
     Raises:
         ExoGymError: mlflow is not installed.
@@ -128,7 +127,7 @@ class MLflowLogger(ByStep):
         except Exception as error:
             raise ArgumentError(
                 f"project={self.project!r} with tracking_uri={self.tracking_uri!r} cannot be used "
-                f"({in_one_line(error)}): start the server, or give another tracking_uri"
+                f"({in_one_line(error)}): start the server, or pass another tracking_uri"
             ) from error
         self._outbox = Outbox(self._send, f"MLflow ({self._client.tracking_uri})")
 
@@ -145,7 +144,7 @@ class MLflowLogger(ByStep):
         return run_id
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Log a resumed run's earlier records. A run that goes back after it lost a host has logged them."""
+        """Log a resumed run's earlier records. A run that goes back after losing a host has already logged them."""
         for record in records() if self._step is None else ():
             self.log(record)
 
@@ -168,7 +167,7 @@ class MLflowLogger(ByStep):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + METRICS])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the remaining values, and set the MLflow run's status: FINISHED, KILLED or FAILED."""
+        """Send the remaining values and set the MLflow run's status: FINISHED, KILLED or FAILED."""
         if self._outbox is None:
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""Loggers for external trackers: Weights & Biases, TensorBoard."""
+"""Loggers for external trackers: Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def need(package: str, extra: str, name: str) -> None:
 
 
 def new_values(record: Record, shared: Record) -> Iterator[tuple[str, Any]]:
-    """Yield a record's names and values, without the step's values that `shared`, the averaged model's record, has."""
+    """Yield a record's names and values, except the step's values in `shared`, the averaged model's record."""
     for name, value in record.items():
         repeated = record.get("node") is not None and name in OF_THE_STEP and value == shared.get(name)
         if name not in ("step", "node") and value is not None and not repeated:
@@ -45,7 +45,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def as_param(value: Any) -> str:
-    """Return `value` as a text of at most `CHARACTERS` characters."""
+    """Return `value` as text of at most `CHARACTERS` characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= CHARACTERS else text[: CHARACTERS - 3] + "..."
 
@@ -56,7 +56,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class ByStep(Logger):
-    """Collect a step's records, and pass them on as {name: number}. Nodes' names are such as `node_3/train_loss`."""
+    """Collects a step's records and passes them on as {name: number}, with names such as `node_3/train_loss`."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -64,7 +64,7 @@ class ByStep(Logger):
         self._shared: Record = {}
 
     def log(self, record: Record) -> None:
-        """Receive one record. If it begins a new step, first write the values collected for the step before."""
+        """Receive one record. If it begins a new step, first write the values collected for the last step."""
         if record["step"] != self._step:
             self._flush()
             self._step = record["step"]
@@ -83,16 +83,16 @@ class ByStep(Logger):
 
 
 class WandbLogger(ByStep):
-    """Send records to Weights & Biases: one `log` call per step. Charts have the axis `step`.
+    """Send records to Weights & Biases, with one `log` call per step and the axis `step` in charts.
 
-    The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
+    Values of single nodes have names such as `node_3/train_loss`; values of the whole step (bytes, lr, seconds) are
     logged once. A resumed run becomes a new W&B run with the same name.
 
     Args:
-        project, experiment_name: W&B's project, and the run's name in this project.
-        mode: "online", "offline" (nothing is sent until `wandb sync`) or "disabled"; default: W&B's settings.
-        config: values to add to the run's description in W&B's configuration.
-        dir: the folder in which W&B makes its folder; default: the current folder.
+        project, experiment_name: W&B's project and the run's name in it.
+        mode: "online", "offline" (nothing is sent until `wandb sync`) or "disabled". Default: W&B's settings.
+        config: values to add to the run's configuration in W&B.
+        dir: the folder in which W&B creates its folder. Default: the current folder.
 
     Raises:
         ExoGymError: wandb is not installed.
@@ -112,7 +112,7 @@ class WandbLogger(ByStep):
         self._run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start a new W&B run. A W&B run that is already active stays active."""
+        """Start a new W&B run. An active W&B run stays active."""
         import wandb
 
         self.finish({})
@@ -138,10 +138,10 @@ class WandbLogger(ByStep):
 
 
 class TensorBoardLogger(ByStep, OnDisk):
-    """Write TensorBoard event files. The values of single nodes have names such as `node_3/train_loss`.
+    """Write TensorBoard event files. Values of single nodes have names such as `node_3/train_loss`.
 
-    Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder, and
-    TensorBoard no longer shows this folder's events after the resumed step.
+    Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder, where
+    TensorBoard hides events after the resumed step.
 
     Raises:
         ExoGymError: tensorboard is not installed.
@@ -157,7 +157,7 @@ class TensorBoardLogger(ByStep, OnDisk):
         self._writer: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Open an event file, and write the run's description into it as text."""
+        """Open an event file and write the run's description into it as text."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish({})

@@ -11,7 +11,7 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class SmallCNN(nn.Module):
-    """Classify small pictures with two 3x3 convolutions (each with ReLU and 2x2 max-pooling) and one hidden layer.
+    """A classifier of small pictures: two 3x3 convolutions (each with ReLU and 2x2 max-pooling) and a hidden layer.
 
     Args:
         channels: channels of a picture, such as 1 for MNIST and 3 for CIFAR-10.
@@ -41,12 +41,12 @@ class SmallCNN(nn.Module):
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return {"loss": the mean cross-entropy, "logits": (batch, classes)} for a batch (x, y).
 
-        x has the shape (batch, channels, size, size), and y (batch,) has the class numbers.
+        x is (batch, channels, size, size), and y (batch,) contains class numbers.
         """
         x, y = batch
         if tuple(x.shape[1:]) != self.picture:
             raise ArgumentError(
-                f"the pictures have shape {tuple(x.shape[1:])}, but this SmallCNN wants shape {self.picture}: "
+                f"the pictures have shape {tuple(x.shape[1:])}, but this SmallCNN expects shape {self.picture}: "
                 "make it with the pictures' channels= and size="
             )
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)

@@ -16,18 +16,17 @@ from exogym.errors import ArgumentError, check_count, checked
 class CharGPT(nn.Module):
     """A GPT with token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
-    With the tokens x, token embedding E and position embedding Q, the model computes h_0 = E[x] + Q. In each of L
-    layers h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). Here LN is layer normalization, and W_1, W_2 are
-    the layer's MLP. The result is logits = LN(h_L) E^T.
+    For tokens x, the token embedding E and the position embedding Q give h_0 = E[x] + Q. Each of L layers computes h <-
+    h + Attn(LN(h)) and then h <- h + W_2 gelu(W_1 LN(h)), where LN is layer normalization and W_1, W_2 are the layer's
+    MLP. The result is logits = LN(h_L) E^T.
 
-    E is also the head (Press & Wolf 2017), so its parameters count once. The model has
-    P = V d + T d + L (12 d^2 + 2 d) + d parameters. Linear layers have no bias, and LN has only a gain. Weights start
-    as N(0, 0.02), where 0.02 is the standard deviation. Weights that write to the residual stream start with the
-    standard deviation 0.02 / sqrt(2 L) (Radford et al. 2019). So the first loss is about ln V.
+    E is also the head (Press & Wolf 2017), so its parameters count once: P = V d + T d + L (12 d^2 + 2 d) + d. Linear
+    layers have no bias, and LN has only a gain. Weights are initialized with the standard deviation 0.02, or 0.02 /
+    sqrt(2 L) if they write to the residual stream (Radford et al. 2019), so the first loss is about ln V.
 
     Args:
         vocab_size: V, the number of tokens in the vocabulary.
-        block_size: T, the most tokens in x.
+        block_size: T, the largest number of tokens in x.
         n_layer: L, the number of layers.
         n_head: the number of attention heads in a layer.
         n_embd: the width d, a multiple of `n_head`.
@@ -87,7 +86,7 @@ class CharGPT(nn.Module):
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return {"loss": the mean cross-entropy in nats per token, "logits": (batch, T, V)} for a batch (x, y).
 
-        x (batch, T) int64 has the tokens, and y (batch, T) the next token after each token. V is the vocabulary's size.
+        x (batch, T) int64 contains tokens, y (batch, T) the token after each, and V is the vocabulary's size.
         """
         x, y = batch
         logits = self.logits(x)
@@ -98,8 +97,8 @@ class CharGPT(nn.Module):
         length = x.shape[1]
         if length > self.block_size:
             raise ArgumentError(
-                f"x has {length} tokens, but the model has block_size={self.block_size}: give shorter examples, or "
-                "make the model with a larger block_size"
+                f"x has {length} tokens, but the model has block_size={self.block_size}: use shorter examples, or "
+                "build the model with a larger block_size"
             )
         h = self.drop(self.tokens(x) + self.positions.weight[:length])
         for block in self.blocks:
@@ -110,7 +109,7 @@ class CharGPT(nn.Module):
     def generate(self, x: Tensor, count: int, temperature: float = 1.0) -> Tensor:
         """Sample `count` tokens after x (batch, T), and return x with these tokens, (batch, T + count).
 
-        During the call the model is in evaluation mode. The samples come from torch's default generator.
+        The model is in evaluation mode during the call, and samples use torch's default generator.
         """
         with evaluation_mode(self):
             for _ in range(count):
@@ -120,7 +119,7 @@ class CharGPT(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One layer of width d: h <- h + Attn(LN(h)), and then h <- h + MLP(LN(h)) with an MLP of width 4 d."""
+    """A layer of width d: h <- h + Attn(LN(h)), then h <- h + MLP(LN(h)) with an MLP of width 4 d."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -143,7 +142,7 @@ class GPTBlock(nn.Module):
 class Attention(nn.Module):
     """Causal multi-head attention, softmax(q k^T / sqrt(d / heads)) v, for width d (Vaswani et al. 2017).
 
-    The queries q, keys k and values v come from one linear layer. A token attends only to itself and earlier tokens.
+    One linear layer gives the queries q, keys k and values v. A token attends only to itself and earlier tokens.
     """
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:

@@ -15,12 +15,11 @@ from exogym.errors import ArgumentError, check_count, checked
 class MLP(nn.Module):
     """A classifier of L linear layers with ReLU between them: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
 
-    Here x is an example, and layer l has the weights W_l and the biases b_l.
+    x is an example, and layer l has the weights W_l and the biases b_l.
 
     Args:
-        sizes: the number of features, then the widths of hidden layers, then the number of classes; two numbers or
-            more. `MLP([784, 200, 200, 10])` is the "2NN" of McMahan et al. 2017 (arXiv 1602.05629), with 199,210
-            parameters.
+        sizes: the number of features, the widths of the hidden layers if any, and the number of classes. `MLP([784,
+            200, 200, 10])` is the "2NN" of McMahan et al. 2017 (arXiv 1602.05629), with 199,210 parameters.
 
     >>> import torch
     >>> out = MLP([4, 8, 3])((torch.zeros(5, 2, 2), torch.zeros(5, dtype=torch.long)))
@@ -32,7 +31,9 @@ class MLP(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor split: in each pair of layers, the first layer's outputs and the second layer's inputs are cut."""
+        """The tensor split, which divides the first layer's outputs and the second layer's inputs in each pair of
+        layers.
+        """
         linear = [f"layers.{k}" for k, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear[: len(linear) // 2 * 2])}
 
@@ -41,7 +42,7 @@ class MLP(nn.Module):
         super().__init__()
         if len(sizes) < 2:
             raise ArgumentError(
-                f"sizes={list(sizes)} has {len(sizes)} numbers: wanted at least the numbers of features and classes"
+                f"sizes={list(sizes)} has {len(sizes)} numbers: expected at least the numbers of features and classes"
             )
         for size in sizes:
             check_count("sizes", size)
@@ -53,7 +54,7 @@ class MLP(nn.Module):
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return {"loss": the mean cross-entropy, "logits": (batch, classes)} for a batch (x, y).
 
-        x is (batch, ...) and is flattened; y (batch,) int64 has the class numbers.
+        x is (batch, ...) and is flattened; y (batch,) int64 contains class numbers.
         """
         x, y = batch
         logits = self.layers(x.flatten(1))

@@ -1,4 +1,4 @@
-"""What models of transformers share here: the folder with weights, LoRA adapters, and the model file of a run."""
+"""Shared parts of models from transformers: the folder with weights, LoRA adapters, and a run's model file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ SMALL = "small-random"  # as weights: a model made anew, for tests
 
 
 def usual_weights(variable: str, name: str, package: str, inside: str = "", files: bool = False) -> str | None:
-    """Return the first weights among the usual places: a folder, a file if `files`, or "small-random". None: no place.
+    """Return the first weights in the usual places: a folder, a file if `files`, "small-random", or None.
 
     Args:
-        variable: environment variable with the weights.
-        name: folder exogym/NAME in the user's cache ($XDG_CACHE_HOME, or ~/.cache).
-        package: installed package that contains weights, in its subfolder `inside`.
+        variable: the environment variable that names the weights.
+        name: the folder exogym/NAME in the user's cache ($XDG_CACHE_HOME, or ~/.cache).
+        package: an installed package with weights in its subfolder `inside`.
 
     Raises:
         DataError: the variable names something else.
@@ -53,17 +53,17 @@ def usual_weights(variable: str, name: str, package: str, inside: str = "", file
 
 
 def from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
-    """Return what transformers' class `kind` reads from a folder.
+    """Return the object that transformers' class `kind` reads from a folder.
 
-    It executes nothing that the folder contains, and opens only files of the folder. These may be links, which may lead
-    anywhere: Hugging Face's cache has links.
+    It executes no code from the folder and opens only the folder's files, which may be links to anywhere, as in Hugging
+    Face's cache.
 
     Args:
-        wanted: what to give instead, for the error.
+        wanted: what to pass instead, for the error.
         options: further options of `kind.from_pretrained`.
 
     Raises:
-        DataError: transformers cannot read the folder, or the folder names files outside, or has an adapter.
+        DataError: transformers cannot read the folder, or the folder has an adapter or refers to files outside.
     """
     try:
         _check_inside(Path(name))
@@ -77,7 +77,7 @@ def from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
 
 
 def _check_inside(folder: Path) -> None:
-    """Raise an error if files of a folder lead transformers to weights outside the folder, or to a pipe."""
+    """Raise an error if a folder's files lead transformers to weights outside the folder or to a pipe."""
     if (folder / "adapter_config.json").exists():  # it names another model, which transformers would load
         raise ValueError("the folder has an adapter, adapter_config.json: merge it into the model")
     for index in sorted(folder.glob("*.index.json")):
@@ -90,7 +90,7 @@ def _check_inside(folder: Path) -> None:
 
 
 def model_from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
-    """Return the model, in fp32, that transformers' class `kind` reads from a folder.
+    """Return the model that transformers' class `kind` reads from a folder, in fp32.
 
     The arguments are as in `from_pretrained`.
 
@@ -109,7 +109,7 @@ def model_from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> 
 
 
 def byte_tokenizer(marks: Sequence[str], extra: str) -> Any:
-    """Return a `tokenizers.Tokenizer` of the 256 bytes, with the special tokens `marks` after them.
+    """Return a `tokenizers.Tokenizer` of the 256 bytes, followed by the special tokens `marks`.
 
     Args:
         extra: ExoGym's extra that installs the package tokenizers.
@@ -124,16 +124,16 @@ def byte_tokenizer(marks: Sequence[str], extra: str) -> Any:
 
 
 def checkpointed(model: Any) -> None:
-    """Make a model of transformers compute its layers twice instead of storing their outputs."""
+    """Make a model from transformers recompute its layers' outputs instead of storing them."""
     name = "activation_checkpointing_enable"  # since transformers 5.20 or so
     enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
     enable({"use_reentrant": False})
 
 
 def with_adapters(model: Any, rank: int, targets: Sequence[str] | str, extra: str, **options: Any) -> Any:
-    """Put LoRA adapters (Hu et al. 2021) into a model of transformers, freeze everything else, and return the model.
+    """Add LoRA adapters (Hu et al. 2021) to a model from transformers, freeze everything else, and return the model.
 
-    A matrix W becomes W + 2 B A, where A has `rank` rows and B, zero at first, has `rank` columns.
+    A matrix W becomes W + 2 B A, where A has `rank` rows and B, initially zero, `rank` columns.
 
     Args:
         targets: names of the matrices, or "all-linear" for every matrix except the last.
@@ -150,7 +150,7 @@ def with_adapters(model: Any, rank: int, targets: Sequence[str] | str, extra: st
 
 
 def merged(model: nn.Module) -> Any:
-    """Return a copy of a model with its adapters added to its matrices."""
+    """Return a copy of a model with its adapters merged into its matrices."""
     plain: Any = copy.deepcopy(model)
     for name, layer in list(plain.named_modules()):
         if hasattr(layer, "get_base_layer"):
@@ -181,9 +181,9 @@ def fill(model: nn.Module | None, state: dict[str, Tensor], what: str, missing: 
     """Load a run's state dict into `model`.
 
     Args:
-        model: the model with the weights from which the run started, or None if `state` has no such model.
+        model: the model with the weights from which the run started, or None if `state` is of no such model.
         what: text for the error: the file, the kind of model and the weights.
-        missing: name of the tensor that shows the kind of model, for the error.
+        missing: the name of the tensor that identifies the kind of model, for the error.
 
     Raises:
         DataError: `model` has other tensors, so the run started from other weights.
@@ -194,7 +194,7 @@ def fill(model: nn.Module | None, state: dict[str, Tensor], what: str, missing: 
     )
     if model is None or unlike:
         raise DataError(
-            f"{what} ({unlike[0] if unlike and model is not None else missing} differs or is missing): give the "
+            f"{what} ({unlike[0] if unlike and model is not None else missing} differs or is missing): pass the "
             "weights with which the run started"
         )
     model.load_state_dict(state)

@@ -531,7 +531,7 @@ def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
     save_model(small(lora_rank=None), file)
     assert not any("lora" in name for name in WhisperModelWrapper.from_trained(file, SMALL).state_dict())
     save_model(torch.nn.Linear(2, 2), file)
-    with pytest.raises(DataError, match=r"has no Whisper model.*give the weights with which the run"):
+    with pytest.raises(DataError, match=r"has no Whisper model.*pass the weights with which the run"):
         WhisperModelWrapper.from_trained(file, SMALL)
     state = model.state_dict()
     state.pop("whisper_model.proj_out.weight")

@@ -299,7 +299,7 @@ def test_each_logger_is_finished_whatever_the_others_do() -> None:
         (3, "not a logger"),
         ([print, 3], "logger=3 is not a logger"),
         ({"path": "x"}, "not a logger"),
-        (CSVLogger, r"give an instance, CSVLogger\(...\)"),
+        (CSVLogger, r"pass an instance, CSVLogger\(...\)"),
         (logging.getLogger("x"), "not a logger"),
         (lambda: None, "function of a record"),
     ],
@@ -602,7 +602,7 @@ def test_mlflow_that_fails_is_told_once_and_training_goes_on(
     for record in history:
         logger.log(record)
     logger.finish({})
-    told = [line for line in capfd.readouterr().err.splitlines() if "no longer gets records" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "no longer receives records" in line]
     assert len(told) == 1 and "metrics" in told[0] and "training continues" in told[0]
 
 
@@ -618,7 +618,7 @@ def test_mlflow_that_cannot_be_used_is_told_at_the_start(where: str, tmp_path: P
         free.bind(("127.0.0.1", 0))  # nobody listens there
         uri = where.format(port=free.getsockname()[1], folder=tmp_path)
         own = Own()
-        with pytest.raises(ArgumentError, match=r"project='p' with tracking_uri='.*' cannot be used .*give another"):
+        with pytest.raises(ArgumentError, match=r"project='p' with tracking_uri='.*' cannot be used .*pass another"):
             combine([own, MLflowLogger("p", tracking_uri=uri)]).start(RUN)
     assert own.calls == [("start", 2), ("finish", None)]
 

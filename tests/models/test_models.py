@@ -119,7 +119,7 @@ def test_torchs_generator_decides_the_weights() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MLP([5]), "wanted at least the numbers of features and classes"),
+        (lambda: MLP([5]), "expected at least the numbers of features and classes"),
         (lambda: MLP([5, 0]), "sizes=0"),
         (lambda: MLP(size=[5, 2]), "did you mean 'sizes'"),
         (lambda: SmallCNN(size=3), "size=3"),

@@ -52,12 +52,12 @@ def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
     [
         (
             "0,0,10,1\n0,5,20,1\n",
-            r"row 3: client 0 is available from 5, but also from row 2, until 10: give times that do not",
+            r"row 3: client 0 is available from 5, but also from row 2, until 10: use times that do not",
         ),
-        ("0,10,10,1\n", "row 2: from=10, to=10: wanted a .from. of at least 0"),
+        ("0,10,10,1\n", "row 2: from=10, to=10: expected a .from. of at least 0"),
         ("0,0,10,0\n", "row 2: speed 0 must be over 0"),
         ("-1,0,10,1\n", "row 2: client -1 is not a whole number"),
-        ("0,x,10,1\n", "row 2: from is 'x': wanted a number"),
+        ("0,x,10,1\n", "row 2: from is 'x': expected a number"),
         ("0,0\n", "row 2: to is None"),
         ("inf,0,10,1\n", "row 2: client inf is not a whole number"),
         ("1e30,0,10,1\n", "row 2: client 1e.30 is not a whole number"),

@@ -488,7 +488,7 @@ def test_the_worst_clients_have_the_largest_errors_or_the_smallest_scores() -> N
             values = sorted(trainer.history.rows(node=i)[-1][f"val_{name}"] for i in range(11))
             worst = values[-2:] if name in largest else values[:2]
             assert trainer.history.last[f"clients_val_{name}_worst"] == pytest.approx(np.mean(worst), rel=1e-12)
-    with pytest.raises(ArgumentError, match="must be several names: give"):
+    with pytest.raises(ArgumentError, match="must be a list of names: pass"):
         EvaluateClients("mae")
 
 
