@@ -23,16 +23,20 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--sizes_bytes", type=int, nargs="+", help="sizes in bytes to measure (default: 4 KiB to 16 MiB)"
+        "--sizes_bytes", type=int, nargs="+", help="message sizes to measure, in bytes (default: 4 KiB to 16 MiB)"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each size (default 5)")
-    parser.add_argument("--json", metavar="FILE", help="write a measurement for --network; - prints it")
+    parser.add_argument("--repeats", type=int, default=5, help="number of timed calls per size (default 5)")
     parser.add_argument(
-        "--task", metavar="NAME", help="with --json: also time a step of this task (a name or module:function)"
+        "--json", metavar="FILE", help="file to which the measurement for --network is written; - prints it"
     )
-    parser.add_argument("--batch-size", type=int, help="examples in that step (default: the task's)")
-    parser.add_argument("--data", metavar="PATH", help="the task's data: a file or folder (default: the usual places)")
-    parser.add_argument("--task-options", metavar="TEXT", default="", help="the task's options, as lora_rank=8")
+    parser.add_argument(
+        "--task", metavar="NAME", help="with --json: task whose step is also timed (a name or module:function)"
+    )
+    parser.add_argument("--batch-size", type=int, help="examples in the timed step (default: the task's)")
+    parser.add_argument(
+        "--data", metavar="PATH", help="file or folder with the task's data (default: its usual places)"
+    )
+    parser.add_argument("--task-options", metavar="TEXT", default="", help="options of the task, such as lora_rank=8")
     given = parser.parse_args()
     fields: dict[str, Any] = {}
     try:

@@ -21,18 +21,18 @@ from exogym.machines.launch.launcher import DistributedLauncher
 
 HELP = {
     "nproc_per_node": (int, "number of processes on this machine"),
-    "nnodes": (int, "number of machines; start the launcher once on each machine"),
-    "node_rank": (int, "number of this machine, 0 to nnodes - 1"),
-    "master_addr": (str, "name or address of machine 0; needed with several machines"),
+    "nnodes": (int, "number of machines; the launcher must be started once on each machine"),
+    "node_rank": (int, "number of this machine, from 0 to nnodes - 1"),
+    "master_addr": (str, "host name or address of machine 0, required if there are several machines"),
     "master_port": (
         int,
-        "port of machine 0 at which the other machines connect (29500 with several machines, otherwise any free port)",
+        "port of machine 0 to which the other machines connect (29500 for several machines, otherwise any free port)",
     ),
-    "backend": (str, "gloo or nccl, for scripts whose init_process_group() names no backend"),
-    "max_restarts": (int, "how often all processes may be restarted after a failure"),
-    "monitor_interval": (float, "seconds between two checks whether the processes still run"),
-    "start_timeout": (int, "seconds within which the launchers of all machines must connect"),
-    "log_dir": (str, "folder for each rank's output, which is appended to training_rank_{rank}.log"),
+    "backend": (str, "backend for scripts whose init_process_group() names none: gloo or nccl"),
+    "max_restarts": (int, "maximum number of times that all processes are restarted after a failure"),
+    "monitor_interval": (float, "seconds between checks that all processes are still running"),
+    "start_timeout": (int, "seconds to wait until the launchers of all machines have connected"),
+    "log_dir": (str, "folder in which each rank's output is appended to training_rank_{rank}.log"),
 }
 ALIKE = 0.85  # a script's option this similar to a launcher's option counts as a typing error
 
@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m exogym.launch",
         usage="%(prog)s [options] script.py [script arguments]\n       %(prog)s [options] -m module [arguments]",
-        description="Run a script in several processes, on one machine or many.",
-        epilog="Options may come before or after the script's name; all words after -- belong to the script. Each "
+        description="Run a script in several processes, on one or more machines.",
+        epilog="Options can be given before or after the script; all words after -- are passed to the script. Each "
         "process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.",
         allow_abbrev=False,
     )
@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         shown = "" if field.default is None else f" (default {field.default})"
         spellings = list(dict.fromkeys([f"--{field.name}", f"--{field.name.replace('_', '-')}"]))
         parser.add_argument(*spellings, dest=field.name, type=kind, default=field.default, help=text + shown)
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run this module, as python -m does")
+    parser.add_argument(
+        "-m", dest="module", metavar="MODULE", help="module to run instead of a script, as with python -m"
+    )
     return parser
 
 
