@@ -39,8 +39,8 @@ CHECKED = {"steps": 8} if SHORT else {}
 # %% [markdown]
 # ## The algorithm
 #
-# Node i has a gradient g_i and a memory e_i, which starts at zero. In each step, with the optimizer Opt and the
-# parameters theta:
+# Node i has a gradient g_i and a memory e_i, which starts at zero. Opt is the inner optimizer, and theta are the
+# parameters. In each step:
 #
 #     e_i <- e_i + g_i
 #     send the k largest entries of |e_i|, and where they are; set them to zero in e_i

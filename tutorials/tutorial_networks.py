@@ -127,8 +127,8 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # > speeds [1, 1, 1, 0.5]: 2.6 s, waiting 42%
 
 # %% [markdown]
-# To avoid this, give the slow node less work (`fit(balance="batch")`), or use a strategy whose nodes don't wait
-# (`async_diloco`). See [unequal machines](../docs/real_machines.md#unequal-machines).
+# To make the others wait less, give the slow node less work (`fit(balance="batch")`), or use a strategy whose nodes
+# don't wait (`async_diloco`). See [unequal machines](../docs/real_machines.md#unequal-machines).
 #
 # You can also [describe your own network](../docs/network.md#describe-a-network), and look up [how accurate the
 # predictions are](../docs/predictions.md).
