@@ -2,8 +2,8 @@
 
 A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls it after each
 evaluation or, if it is wrapped in `Every(n, function)`, after each n-th step, in the main process only. A callback can
-end the training by returning True. It must leave submodules in the mode in which they were, and can't freeze or
-unfreeze parameters (for that, train in two fits).
+end the training by returning True. Callbacks must leave submodules in their mode, and can't freeze or unfreeze
+parameters (for that, train in two fits).
 
 This callback is called every two steps, and has state that checkpoints save:
 

@@ -1,10 +1,10 @@
 """Contributed methods, each in its own file, and wrappers that add rare options to a strategy.
 
 A method here promises less than the strategies of `exogym.strategy`: its rule equals its reference, its bytes equal its
-formula, and runs are repeatable, resumable and bitwise identical in any number of processes. Its options are the inner
-optimizer's and its own. It refuses the features in `exogym.core.refusals.UNTRIED`, except those that its class lists in
-`tried` and its own tests cover. Strategies are found by name, as in `compare --strategies edit`, or by class, from here
-or from `exogym.strategy`.
+formula, and runs are repeatable, resumable and bitwise identical in any number of processes. A method has the inner
+optimizer's options and its own, and refuses the features in `exogym.core.refusals.UNTRIED`, except those that its class
+lists in `tried` and its own tests cover. Strategies are found by name, as in `compare --strategies edit`, or by class,
+from here or from `exogym.strategy`.
 
 A wrapper returns a changed copy of a core strategy or your own. `Robust` replaces its means by a robust rule (or a
 `NormCap`), `Secure` lets a server average without seeing any node's values, and `ByteBudget` sets the length of rounds

@@ -43,7 +43,7 @@ def ByteBudget(strategy: CommunicateOptimizeStrategy, total_bytes: float) -> Com
     """Return the strategy with an H that follows a budget of bytes during the run.
 
     Args:
-        strategy: a strategy with rounds of `H` steps. Its `H` is the first value.
+        strategy: a strategy with rounds of `H` steps; its `H` is the first value.
         total_bytes: B, the bytes that a node may send in the whole run, averaged over nodes.
 
     The first round and the last synchronization (`final_sync`) always happen, so B must cover both. The rule does not

@@ -8,8 +8,8 @@ with first moments u_i and second moments v_i, and
     v_i     <- (1/N) sum_j v_j          after steps that H_v divides
 
 Local Adam averages all three every H steps. Moments change more slowly than parameters and need fewer averages: by
-default H_u = H_v = 3 H. The paper averages second moments, which change slowest, half as often as first moments (H_v =
-6 H). That suits only dense gradients: a node that has seen almost no gradient of a parameter divides the other nodes'
+default H_u = H_v = 3 H. The paper averages second moments, which change slowest, half as often as first moments. Its
+H_v = 6 H suits only dense gradients: a node that has seen almost no gradient of a parameter divides the other nodes'
 u_i by its own sqrt(v_i), which is near 0. If second moments are averaged whenever first moments are (H_v divides H_u),
 |u| stays within Adam's multiple of sqrt(v).
 

@@ -32,10 +32,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EstimatedMean(GradientModule):
-    """Replace every node's gradient by the mean of the nodes' estimates.
-
-    State: each node's g_i, (rows, P); g, (P,).
-    """
+    """Replace every node's gradient by the mean of the nodes' estimates. State: each node's g_i, (rows, P); g, (P,)."""
 
     def __init__(self, contraction: Contraction):
         super().__init__()

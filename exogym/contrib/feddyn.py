@@ -72,10 +72,7 @@ class LinearTerm(RoundModule, Corrects):
 
 
 class DynamicServer(RoundModule):
-    """Take FedDyn's server step after the averaging: theta <- mean - h.
-
-    State: theta and h, one copy for all nodes.
-    """
+    """Take FedDyn's server step after the averaging: theta <- mean - h. State: theta and h, one copy for all nodes."""
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)

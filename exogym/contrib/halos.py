@@ -80,7 +80,7 @@ class MergingServer(RuleServer):
         self.arrivals += 1
 
     def update(self, last: bool = False) -> list[Tensor] | None:
-        """Return D after K arrivals since the last merge (with `last`, after any), otherwise None."""
+        """Return D if there are K arrivals since the last merge (with `last`, if there are any), otherwise None."""
         if self.arrivals < (1 if last else self.accumulation):
             return None
         return [old - new for old, new in zip(self.merged, self.theta, strict=True)]

@@ -1,8 +1,8 @@
 """q-FedAvg: FedAvg that moves theta further for clients with large losses, so that clients' losses become more alike.
 
-Li, Sanjabi, Beirami, Smith, Fair Resource Allocation in Federated Learning, arXiv:1905.10497. It minimizes sum_i
-F_i(theta)^(q+1) / (q+1), where F_i is client i's loss. L is a constant, 1/eta for the clients' learning rate eta. In a
-round with the clients S:
+Li, Sanjabi, Beirami, Smith, Fair Resource Allocation in Federated Learning, arXiv:1905.10497. The method minimizes
+sum_i F_i(theta)^(q+1) / (q+1), where F_i is client i's loss. L is a constant, 1/eta for the clients' learning rate eta.
+In a round with the clients S:
 
     theta_i <- H local steps from theta                                     for i in S
     Delta_i = L (theta - theta_i)

@@ -16,13 +16,13 @@ x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f)
 cancel exactly, so the result is the mean of the rounded values for any keys, with a rounding error of at most 2^-(f+1)
 per member.
 
-ExoGym draws the secrets from the run's seed and uses a group that is too small to be secure. It shows the messages and
-that the masks cancel, but hides nothing from this process.
+ExoGym draws the secrets from the run's seed and uses a group that is too small to be secure, so this module shows the
+messages and that the masks cancel, but hides nothing from this process.
 
 Bytes of a member, for F elements of S bytes in all: it sends 2 keys of 32 bytes each, n-1 encrypted pairs of shares of
 80 bytes each (2 shares of 32 bytes, and 16 bytes for the encryption), F bits/8 bytes for y_u, and n-1 shares of 32
-bytes each. It receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each, and the mean
-(S bytes). Neither lists of present members nor members that drop out count.
+bytes each. A member receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each, and
+the mean (S bytes). Neither lists of present members nor members that drop out count.
 
 >>> from exogym.communicator import Communicator
 >>> comm = Communicator(range(4), 4)

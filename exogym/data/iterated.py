@@ -171,7 +171,7 @@ class Iterated:
     def most_steps(self) -> int | None:
         """How many steps a node may be ahead of another, so that queued examples take about `KEPT_BYTES` at most.
 
-        None means any number, because no example is queued. It is equal in all processes that have read a batch.
+        None means any number, because no example is queued. All processes that have read a batch return the same.
         """
         if self.own or self.num_nodes == 1:
             return None

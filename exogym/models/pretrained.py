@@ -55,8 +55,8 @@ def usual_weights(variable: str, name: str, package: str, inside: str = "", file
 def from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
     """Return the object that transformers' class `kind` reads from a folder.
 
-    It executes no code from the folder and opens only the folder's files, which may be links to anywhere, as in Hugging
-    Face's cache.
+    The function executes no code from the folder and opens only the folder's files, which may be links to anywhere, as
+    in Hugging Face's cache.
 
     Args:
         wanted: what to pass instead, for the error.

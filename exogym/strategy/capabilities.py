@@ -29,10 +29,10 @@ class Corrects(ABC):
     def correct(self, row: int, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> None:
         """Rewrite the gradients `grads` of the node in `row`, in place, at every local step before clipping.
 
-        Override it to add, for example, a proximal term or a control variate. It may read the module's state of this
-        row, but not of other rows. `parameters` are the node's parameters in the fleet's order. `grads` has None for a
-        parameter without a gradient; if the method writes None into `grads`, the inner optimizer skips this parameter
-        and its optimizer state in this step.
+        Override it to add, for example, a proximal term or a control variate. The method may read the module's state of
+        this row, but not of other rows. `parameters` are the node's parameters in the fleet's order. `grads` has None
+        for a parameter without a gradient; if the method writes None into `grads`, the inner optimizer skips this
+        parameter and its optimizer state in this step.
         """
 
 

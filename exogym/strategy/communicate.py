@@ -158,10 +158,7 @@ def exchange(tensor: Tensor, partner: int) -> Tensor:
 
 
 def agree(flags: Tensor) -> Tensor:
-    """Return for each of the bool `flags` whether any node has set it.
-
-    The bytes are not counted, as in torch's DDP.
-    """
+    """Return for each of the bool `flags` whether any node has set it. The bytes are not counted, as in torch's DDP."""
     return _meet("agree", flags)
 
 

@@ -198,7 +198,7 @@ class CommunicateOptimizeStrategy(Strategy):
     def bucket_bytes(self) -> int | None:
         """Bytes of a bucket of gradients, whose all-reduce may begin during the backward pass.
 
-        The first gradient module sets the number. It is None if gradients have no buckets, or if clipping, changed
+        The first gradient module sets the number, which is None if gradients have no buckets, or if clipping, changed
         updates or the way of averaging needs whole gradients.
         """
         first = self.gradient_modules[:1]
@@ -344,8 +344,8 @@ class Composition:
         """Prepare `nodes`, which were absent at step `step - 1`, to take part in step `step`.
 
         The nodes receive the parameters `outer` (by default `consensus()`), or the parameters of node `source` if there
-        are no outer parameters. They also receive the buffers of `source`, and with `forget` its modules' state. Each
-        module then repairs its own state of these nodes.
+        are no outer parameters. The nodes also receive the buffers of `source`, and with `forget` its modules' state.
+        Each module then repairs its own state of these nodes.
 
         `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; bytes of buffers are counted
         separately.

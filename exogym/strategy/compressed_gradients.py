@@ -10,9 +10,9 @@ the remaining error add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_
 e_i does not change.
 
 If nodes are absent, only the n present ones send and step, and an absent node's e_i does not change. A returning node
-starts with e_i = 0, because its error belongs to old parameters. It receives parameters, buffers and inner optimizer
-state from a node that stayed, by a broadcast, and continues at the fleet's step. A node that loses a synchronization
-misses this step.
+starts with e_i = 0, because its error belongs to old parameters, receives parameters, buffers and inner optimizer state
+from a node that stayed, by a broadcast, and continues at the fleet's step. A node that loses a synchronization misses
+this step.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ FlexDeMo (From et al., arXiv:2502.06728) is DeMo between nodes of several device
 `fit(DeMoStrategy(), node=NodeMesh(shard=4))`.
 
 If nodes are absent, only the n present ones send and step, with tx = rx = (n-1) payload, and an absent node's momentum
-e_i does not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. It receives
+e_i does not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters, receives
 parameters and buffers (P b bytes) from a node that stayed, by a broadcast, and continues at the fleet's step. A node
 that loses a synchronization misses this step.
 """

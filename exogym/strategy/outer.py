@@ -59,7 +59,7 @@ class OuterRule:
             torch scheduler class, or a function that maps the round to a factor of eta.
         outer_warmup_rounds: number of outer rounds of linear warm-up.
         outer_momentum: mu, the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
-        outer_momentum_scheduler: the schedule of the outer momentum, with the same values. It scales the first beta if
+        outer_momentum_scheduler: the schedule of the outer momentum, with the same choices; it scales the first beta if
             the optimizer has betas.
     """
 

@@ -178,10 +178,7 @@ class OuterParameters:
         return [i for i in flight.senders if i in fleet.comm.present]
 
     def expect_nothing(self, fleet: Fleet) -> None:
-        """Start with a pending average of zeros.
-
-        For strategies whose averages take a whole round to arrive.
-        """
+        """Start with a pending average of zeros, for strategies whose averages take a whole round to arrive."""
         nothing = [torch.zeros_like(theta) for theta in self.theta]
         self.flight = Flight(nothing, list(range(fleet.num_nodes)), 0, self.delay)
 

@@ -3,8 +3,8 @@
 All draws depend only on (seed, round), so every process computes them itself and no node sends them.
 
 A server that asks only available clients (`Participation`) works as in Bonawitz et al., `Towards Federated Learning at
-Scale`, arXiv:1902.01046. It asks k clients for their reports (the updates), and gives up a round without reports.
-Client i takes t_i seconds for its local steps. Round r begins at T_r:
+Scale`, arXiv:1902.01046. The server asks k clients for their reports (the updates), and gives up a round without
+reports. Client i takes t_i seconds for its local steps. Round r begins at T_r:
 
     asked      k of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
@@ -175,10 +175,7 @@ class Participation:
         return sum(self._fails[:count])
 
     def figures(self, ended: int) -> dict[str, float]:
-        """Return figures for the history after `ended` rounds.
-
-        They are the server's time, the clients asked and reporting in the last round, and the number of failed rounds.
-        """
+        """Return the server's time, failed rounds, and the last round's asked and reporting clients."""
         last = self.of(ended - 1)
         found = {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
         return found | {"failed_rounds": self.failed(ended)}

@@ -45,8 +45,8 @@ METHODS = ("random", "sequential", "partitioned", "topk")
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
     """Draw each of the indices 0 to total-1 independently with probability `p`, and return them in ascending order.
 
-    Only the gaps between drawn indices are drawn, in O(p total) time. They are geometric: 1 + floor(log u / log(1 - p))
-    with u uniform in (0, 1).
+    The gaps between drawn indices are geometric: gap = 1 + floor(log u / log(1 - p)) with u uniform in (0, 1). Only
+    these gaps are drawn, in O(p total) time.
     """
     if p >= 1:
         return torch.arange(total)

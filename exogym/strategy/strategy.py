@@ -172,8 +172,8 @@ class Strategy(OneNode):
             Options that change the bytes do not belong here. None means that the strategy has no ranges and cannot be
             tuned.
         not_taken: arguments of other strategies that this one does not accept, with the reasons.
-        tried: for a method of `exogym.contrib`, the features in `exogym.core.refusals.UNTRIED` that its tests cover;
-            runs with other features of `UNTRIED` are refused. None means that the strategy accepts all.
+        tried: the features in `exogym.core.refusals.UNTRIED` that a contrib method's tests cover; runs with its other
+            features are refused. None means that the strategy accepts all.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):

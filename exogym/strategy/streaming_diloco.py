@@ -1,8 +1,9 @@
 """Streaming DiLoCo: the model is cut into fragments, and nodes synchronize one fragment after the other.
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 of the
-model has the outer parameters theta_p, and theta_{i,p} on node i. Nodes send it after the steps t > 0 with (t - t_p)
-mod H = 0, where t_p = floor(p H / F). It arrives tau steps later, and a node keeps the share alpha of its parameters:
+model has the outer parameters theta_p, and node i the parameters theta_{i,p}. Nodes send it after the steps t > 0 with
+(t - t_p) mod H = 0, where t_p = floor(p H / F). The fragment arrives tau steps later, and a node keeps the share alpha
+of its parameters:
 
     Delta_p     = (1/N) sum_i Q(theta_p - theta_{i,p})                     # Q: 32 bits, int8, or 4-bit E3M0
     and after step t + tau:
@@ -143,9 +144,9 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
         theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-    Fragment p has the outer parameters theta_p, and theta_{i,p} on node i. Q rounds to `bits` bits, and OuterOpt is the
-    outer optimizer. Evaluation uses theta. Payload: P b bytes per node every H steps for P parameters of b bytes (at 32
-    bits), of at most the largest fragment at once.
+    Fragment p has the outer parameters theta_p, and node i the parameters theta_{i,p}. Q rounds to `bits` bits, and
+    OuterOpt is the outer optimizer. Evaluation uses theta. Payload: P b bytes per node every H steps for P parameters
+    of b bytes (at 32 bits), of at most the largest fragment at once.
 
     Args:
         inner_optim: inner optimizer. The paper uses AdamW.

@@ -15,7 +15,7 @@ from exogym.core.communicator.ledger import sent_factor
 class ModelSize(float):
     """A model's number of parameters P, together with their shapes.
 
-    It is used as a number, except by formulas whose bytes depend on the shapes (`shapes_of`).
+    Use it as a number; formulas whose bytes depend on shapes read them by `shapes_of`.
 
     >>> size = ModelSize.of([(64, 32), (32,)])
     >>> size, shapes_of(size), shapes_of(2080)
