@@ -71,6 +71,9 @@ trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
 trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=4, max_steps=5_000, batch_size=8, val_interval=5,
             run_dir="runs/alive", callbacks=[Every(5, lambda loop: time.sleep(0.5))])
 """
+FAILING = ALIVE.replace('"runs/alive"', '"runs/failing", faults=Faults(absent={2: [(60, 5_000)]})').replace(
+    "from exogym.strategy", "from exogym.faults import Faults\nfrom exogym.strategy"
+)
 NOTES = {"digits": (["baseline", "wifi"], "node 2 was away from step 120 to 180"), "sweep": (["H"], "")}
 PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is there once the page has come
     "runs": ("#/", "document.querySelectorAll('tbody tr').length > 3"),
@@ -81,9 +84,11 @@ PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is the
             "document.querySelectorAll('#differences tbody tr').length > 4 && "
             "document.querySelectorAll('.chart:not([hidden]) canvas').length > 0"),
     "alive": ("#/run/alive", "document.getElementById('standing')?.textContent.includes('done at about')"),
-    "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12"),
-    "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(r => r.textContent.includes('bit/s'))"
-              ".length == 2"),
+    "failing": ("#/run/failing", "document.querySelector('.charts.one .chart')?.spans?.some(s => s.to - s.from > 20)"),
+    "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12 && "
+              "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
+    "hosts": ("#/hosts", "[...document.querySelectorAll('.host')].filter(r => r.textContent.includes('bit/s'))"
+              ".length == 2 && document.getElementById('main').textContent.includes(' left')"),
     "new": ("#/new?line=compare+--strategies+ddp,diloco:H=20,fedavg+--nodes+4+--steps+200+--network+wifi",
             "document.getElementById('plan')?.textContent"),
     "dark": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
@@ -119,7 +124,7 @@ def train(top: Path) -> list[subprocess.Popen[bytes]]:
             words = [word for tag in tags for word in ("--tag", tag)]
             subprocess.run([*exogym, "runs", "note", name, "--text", note, *words], cwd=top, check=True, stdout=said)
         going = []
-        for name, script in {"train": SCRIPT, "alive": ALIVE}.items():
+        for name, script in {"train": SCRIPT, "alive": ALIVE, "failing": FAILING}.items():
             (top / f"{name}.py").write_text(script)
             words = [sys.executable, f"{name}.py"]
             going.append(subprocess.Popen(words, cwd=top, env=environment, stdout=said, stderr=said))

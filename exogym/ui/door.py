@@ -90,11 +90,6 @@ class Seldom(logging.Filter):
     """A filter that lets a log write one line per level in `line_s` seconds. The next line counts the omitted lines.
 
     For a system error, such as too many open files, the filter also removes the traceback.
-
-    >>> log = logging.getLogger("example")
-    >>> with filtered(log, Seldom()):
-    ...     [log.filter(logging.LogRecord("x", logging.WARNING, "", 1, "no", (), None)) for _ in range(3)]
-    [True, False, False]
     """
 
     def __init__(self, line_s: float = LINE_S):

@@ -280,7 +280,7 @@ def verdict_of(path: Path) -> Row:
         )
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
-    losses = {row.get("cell", row["strategy"]): row["val_loss"] for row in found.rows} if found else {}
+    losses = {str(row.get("cell", row["strategy"])): row["val_loss"] for row in found.rows} if found else {}
     looks = looks_of(labels, losses if kind == "sweep" else None)
     colors = {label: [look.color, look.dark, look.dash] for label, look in looks.items()}
     if found is None:

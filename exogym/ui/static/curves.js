@@ -124,7 +124,7 @@ function bar({ ctx, valToPos }, { color, lists: [[x], , [low], [high]] }) {
 // Areas below the curves, with their names where there is room.
 function areas({ ctx, bbox, valToPos, scales: { x: { min, max } } }, spans, text) {
   ctx.save();
-  Object.assign(ctx, { font: `${11 * (devicePixelRatio || 1)}px ${FONT}`, textBaseline: "top" });
+  Object.assign(ctx, { font: `${11 * (devicePixelRatio || 1)}px ${FONT}`, textAlign: "left", textBaseline: "top" });
   for (const { from, to, label, color } of spans.filter((span) => span.to > min && span.from < max)) {
     const [left, right] = [Math.max(from, min), Math.min(to, max)].map((x) => valToPos(x, "x", true));
     ctx.fillStyle = `${color}44`; ctx.fillRect(left, bbox.top, Math.max(right - left, 1), bbox.height);

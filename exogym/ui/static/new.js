@@ -137,6 +137,7 @@ export function newPage(main) {
   }
 
   async function check() {
+    if (!Object.keys(forms).length || !Object.keys(catalog).length) return;
     if (begun === null) history.replaceState(null, "", `#/new?${new URLSearchParams({ line: line.value })}`);
     const mine = asked += 1, text = line.value, { command, options, error } = given();
     let found = { error, plan: "" };
@@ -165,7 +166,7 @@ export function newPage(main) {
       note.textContent = `Again, with changes: the options of ${run}. ${found.note}`;
       return written(found, forms);
     }
-    return given.get("line") ?? FIRST;
+    return line.value;
   }
 
   async function poll() {
@@ -178,14 +179,17 @@ export function newPage(main) {
   }
 
   async function begin() {
+    const before = line.value = new URLSearchParams(location.hash.split("?")[1]).get("line") ?? FIRST;  // others may type already
+    button.disabled = guess.disabled = true; form.hidden = location.hash.includes("again=");
     try {
       forms = await get("/api/forms");
       if (!Object.keys(forms).length) {
+        form.hidden = true;
         at.textContent = "This page only reads. Start exogym ui without --read-only to start runs here.";
         return;
       }
       catalog = await get("/api/strategies");
-      begun = line.value = await asWanted();
+      if (line.value === before) begun = line.value = await asWanted();
       if (gone) return;
       form.hidden = false; at.textContent = CHECKING;
       help.textContent = `Options: ${[...new Set(Object.values(forms).flat().filter((one) => one.is_basic).map((one) => flagsOf(one)[0]))].join(" ")} ... Type -- for all of them; Tab completes.`;
@@ -193,7 +197,6 @@ export function newPage(main) {
       poll();
     } catch (error) { at.textContent = error.message; }
   }
-  form.hidden = true;
   at.textContent = "Loading the options.";
   begin();
   return { update() {}, leave() { gone = true; clearTimeout(timer); clearTimeout(checking); } };

@@ -55,7 +55,7 @@ function reading(canvas, textAt) {
 export function absences({ steps, loss, nodes }) {
   const gone = steps.map((_, k) => (loss.some((row) => row[k] !== null) ? nodes.filter((_, n) => loss[n][k] === null) : []).join(", "));
   const begins = gone.flatMap((text, k) => (text !== gone[k - 1] ? [k] : []));
-  return begins.map((k, n) => ({ from: steps[k], to: steps[begins[n + 1]] ?? steps.at(-1), color: ABSENT, label: `node ${gone[k]} absent`, gone: gone[k] })).filter((one) => one.gone);
+  return begins.map((k, n) => ({ from: steps[k], to: steps[begins[n + 1]] ?? Infinity, color: ABSENT, label: `node ${gone[k]} absent`, gone: gone[k] })).filter((one) => one.gone);
 }
 
 function names(brush, nodes, tall) {
