@@ -190,7 +190,7 @@ def small(png: bytes) -> bytes:
     box = ImageChops.difference(image, empty).getbbox()
     assert box is not None, "the picture is empty"
     image = image.crop((0, 0, image.width, min(box[3] + 16, image.height)))
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, 2, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 

@@ -56,7 +56,7 @@ export function comparePage(main, names) {
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
   const head = own ? heading(names[0]) : make("h2"), titles = new Map(), isSweep = () => own !== null && find(names[0])?.kind === "sweep";
   const cells = make("section", { hidden: true });
-  const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: true });
+  const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: matchMedia("(min-width: 50rem)").matches });
   const results = make("section", { id: "results", hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });

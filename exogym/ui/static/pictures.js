@@ -113,7 +113,7 @@ export function nodesPicture() {
     shown = { steps, rows, away, wide, tall, isLoss };
     const range = isLoss && sorted.length ? [low, high].map((x) => figure(Math.exp(x), 3)) : ["0 %", "100 %"];
     const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
-    said.replaceChildren(scaleBar(VIEWS[view], ...range, shade), ` ${!isLoss ? "Empty: no value" : away.flat().some(Boolean) ? "Purple: absent" : "No node was absent"}${more}.`);
+    said.replaceChildren(scaleBar(VIEWS[view], ...range, shade), `. ${!isLoss ? "Empty: no value" : away.flat().some(Boolean) ? "Purple: absent" : "No node was absent"}${more}.`);
     canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range.join(" to ")}`);
   }
 

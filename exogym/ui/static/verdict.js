@@ -26,7 +26,7 @@ export function winnerOf({ rows = [], verdict = "" }, kind, isLong = false) {
   const [lowest] = [...rows].sort(byLoss), [first] = [...rows].sort(byBytes);
   if (!isNumber(lowest?.val_loss)) return "";
   const isOpen = verdict.includes("lowest final loss is undecided"), loss = spread(lowest, "val_loss", figure);
-  if (kind === "sweep") return `Best cell: ${titleOfRow(lowest)}${isLong ? `, with a validation loss of ${loss}${isOpen ? "; the seeds of other cells overlap with it" : ""}` : isOpen ? " (undecided)" : ""}`;
+  if (kind === "sweep") return `Best cell: ${titleOfRow(lowest)}${isLong ? `, with a validation loss of ${loss}${isOpen ? "; its seeds overlap with other cells" : ""}` : isOpen ? " (undecided)" : ""}`;
   if (!first.target_bytes) return `Lowest loss: ${titleOfRow(lowest)}, ${loss}${isOpen ? " (undecided)" : ""}`;
   const base = rows.find((row) => /^ddp\b/i.test(labelOfRow(row)) && row !== first && isNumber(row.target_bytes));
   const than = base ? `, 1/${times(base.target_bytes / first.target_bytes)} of DDP's` : first.reduction > 1 ? `; in all it sends 1/${times(first.reduction)} of DDP's` : "";
