@@ -65,6 +65,7 @@ tutorials: $(VENV)/.stamp-dev ## run the tutorials, and take the pictures in the
 	cd docs/images && rm -rf runs better texts train.py *hosts.json measured.json result_*.json
 
 notebooks: $(VENV)/.stamp-dev ## write the tutorials as Jupyter notebooks into notebooks/
+	mkdir -p notebooks
 	for each in tutorials/*.py; do \
 	  $(BIN)/jupytext --quiet --to ipynb --output notebooks/$$(basename $$each .py).ipynb $$each || exit 1; done
 

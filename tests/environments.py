@@ -103,16 +103,16 @@ def run(words: list[str], folder: Path, says: str = "", fails: bool = False) -> 
 def tried(column: str, built: Path, python: str, torch: str, extra: str, folder: Path) -> str:
     """Try one thing in the environment of `folder`, and return a word about it."""
     if column == "install":
-        (folder / "pins.txt").write_text(PINS.replace(f"torch=={TORCH}\n", f"torch=={torch}\n"))
+        pins = PINS if torch == TORCH else re.sub(r"(?m)^(torch|setuptools)==.*", "", PINS)  # 2.12.1 wants an older one
+        (folder / "pins.txt").write_text(f"{pins}\ntorch=={torch}\n")
         run([*UV, "venv", "-q", "--python", python, "env"], folder)
         run([*UV, "pip", "install", "-q", "-c", "pins.txt", "--python", "env", f"{built}[{extra}]"], folder)
     elif column == "import":
         run(["python", "-c", "import exogym, sys; sys.exit(not exogym.__file__.startswith(sys.prefix))"], folder)
     elif column == "demo":
-        if not list(folder.glob("env/lib/python*/site-packages/sklearn")):
-            run(DEMO, folder, NO_DEMO, fails=True)
-            return "names `[demo]`, "
-        run(DEMO, folder, "of DDP's quality")
+        has = bool(list(folder.glob("env/lib/python*/site-packages/sklearn")))
+        run(DEMO, folder, "of DDP's quality" if has else NO_DEMO, fails=not has)
+        return "" if has else "names `[demo]`, "
     else:
         run(["python", "-c", TRIED[extra]] if "import" in TRIED[extra] else TRIED[extra].split(), folder)
     return ""
