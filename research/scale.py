@@ -1,4 +1,4 @@
-"""Write tables of docs/predictions.md and benchmarks/RESULTS.md: 1B parameters on many accelerators, from formulas.
+"""Write tables on 1B parameters, from formulas, into docs/predictions.md and research/results/measured.md.
 
 python -m research.scale
 """
@@ -13,7 +13,7 @@ from exogym.progress import readable_bytes
 from exogym.study.advise import Row, Work, advise
 
 ROOT = Path(__file__).parents[1]
-PAGE, FULL_PAGE = ROOT / "docs" / "predictions.md", ROOT / "benchmarks" / "RESULTS.md"
+PAGE, FULL_PAGE = ROOT / "docs" / "predictions.md", ROOT / "research" / "results" / "measured.md"
 CLUSTERS = "infiniband", "lan-10g", "wan"
 NODES = 64, 1_000, 10_000
 P, TOKENS = 1e9, 65_536

@@ -93,7 +93,7 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
 # Look at the word error rate too. With tiny.en and 96 lines, it fell from 39 % to 23 %
-# ([measured](../benchmarks/RESULTS.md#whisper)).
+# ([measured](../research/results/measured.md#whisper)).
 #
 # ## How long does it take on your network?
 #

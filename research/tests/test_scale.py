@@ -1,4 +1,4 @@
-"""The tables of docs/predictions.md and benchmarks/RESULTS.md that come from formulas."""
+"""The tables of docs/predictions.md and research/results/measured.md that come from formulas."""
 
 from exogym.strategy.registry import STRATEGIES
 from research.scale import CORE, SHOWN, pages, sizes_table
