@@ -109,39 +109,38 @@ def late(x):
     return [(x if i == 15 else X[i], Y[i]) for i in range(16)]
 
 
-AS_FLOAT = (
-    r"is float64 \(.*, 6\) and the model is float32: write x = x.float\(\) in the data set, or train model.double"
-)
-AS_LONG = r"the targets are .*, but loss_fn=cross_entropy wants class numbers \(int64\): write y = y.long\(\)"
+AS_FLOAT = r"is float64 \(.*, 6\) and the model is float32: use x = x.float\(\) in the data set, or train model.double"
+AS_LONG = r"the targets are .*, but loss_fn=cross_entropy needs class numbers \(int64\): use y = y.long\(\)"
 TUPLE = (
     r"Gives returned a tuple of 2 \(a tensor of shape \(2, 2\), a tensor of shape \(2, 2\)\), but "
-    r"loss_fn=cross_entropy wants predictions.* loss_fn=lambda out, y: cross_entropy\(out\[0\], y\)"
+    r"loss_fn=cross_entropy needs predictions.* loss_fn=lambda out, y: cross_entropy\(out\[0\], y\)"
 )
 MISTAKES = {  # model, data, loss_fn; message
     "double data": (linear, TensorDataset(X.double(), Y), CE, AS_FLOAT),
     "double data late": (linear, late(X[0].double()), CE, AS_FLOAT),
-    "bytes": (linear, TensorDataset(X.byte(), Y), CE, r"is uint8 .*: write x = x.float\(\)"),
+    "bytes": (linear, TensorDataset(X.byte(), Y), CE, r"is uint8 .*: use x = x.float\(\)"),
     "float labels": (linear, TensorDataset(X, Y.float()), CE, AS_LONG + ".*mse_loss"),
     "int labels": (linear, TensorDataset(X, Y.int()), CE, AS_LONG),
     "a column of labels": (linear, TensorDataset(X, Y[:, None]), CE, r"y = y.squeeze\(1\)"),
-    "whole targets": (lambda: nn.Linear(6, 1), TensorDataset(X, Y[:, None]), BCE, r"write y = y.float\(\)"),
+    "whole targets": (lambda: nn.Linear(6, 1), TensorDataset(X, Y[:, None]), BCE, r"use y = y.float\(\)"),
     "a tuple": (lambda: Gives(lambda p: (p, p)), TensorDataset(X, Y), CE, TUPLE),
     "a mapping": (lambda: Gives(lambda p: {"logits": p}), TensorDataset(X, Y), CE, r"entropy\(out\['logits'\], y\)"),
-    "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, but loss_fn=.* wants"),
+    "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, but loss_fn=.* needs"),
     "classes": (
         linear, TensorDataset(X, Y * 3), CE,
-        r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: give the last layer 4 outputs",
+        r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: give the last layer "
+        "at least 4 outputs",
     ),
     "a class late": (linear, [(X[i], i // 15 * 5) for i in range(16)], CE, "a target is 5, and the model"),
     "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, but the embedding 'table' has rows 0 to 3"),
-    "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*wants whole numbers, .*x.long\(\)"),
-    "bytes as tokens": (Tokens, TensorDataset(Y.byte(), Y), CE, r"is uint8 .*wants whole numbers, int32 .*x.long\(\)"),
+    "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*needs whole numbers, .*x.long\(\)"),
+    "bytes as tokens": (Tokens, TensorDataset(Y.byte(), Y), CE, r"is uint8 .*needs whole numbers, int32 .*x.long\(\)"),
     "words": (Positions, windows(more=7), None, r"the number 1\d, but the embedding 'words' has rows 0 to 8"),
     "positions": (
         Positions, windows(6), None,
         r"looks up row 5, which it computed, but the embedding 'places' has rows 0 to 3: .*Embedding\(6, .* shorter",
     ),
-    "int targets": (Positions, windows(kind=torch.int32), None, r"batch\[1\] is int32 .*: write y = y.long\(\)"),
+    "int targets": (Positions, windows(kind=torch.int32), None, r"batch\[1\] is int32 .*: use y = y.long\(\)"),
     "an example": (linear, FailsAt13(), CE, "index 13, an example of node 1: KeyError: 'label'"),
     "a batch": (linear, TakesAt13(), CE, r"failed at indices .*, examples of node 1: KeyError: 'label'"),
     "a key": (
@@ -218,7 +217,7 @@ def test_arguments_of_the_data_loader_have_their_place():
 
 def test_a_complex_loss_is_refused_before_training():
     trainer = LocalTrainer(Gives(lambda p: p.sum() * (1 + 1j)), TensorDataset(X, Y))
-    with pytest.raises(ModelError, match=r"complex number \(torch.complex64\).*loss.abs\(\) or loss.real"):
+    with pytest.raises(ModelError, match=r"but is complex \(torch.complex64\).*loss.abs\(\) or loss.real"):
         trainer.fit(STRATEGY, device="cpu")
 
 
@@ -275,7 +274,9 @@ def test_two_scalars_in_a_tuple_are_not_guessed_from():
             return loss, 2 * loss
 
     tokens = torch.arange(16 * 9).view(16, 9) % 20
-    with pytest.raises(ModelError, match=r"a tuple of 2, wanted a loss: .* or a tuple with one scalar"):
+    with pytest.raises(
+        ModelError, match=r"must return a loss .* or a tuple with one scalar\), but returned a tuple of 2"
+    ):
         LocalTrainer(Two(), TensorDataset(tokens, tokens)).fit(STRATEGY, device="cpu")
 
 

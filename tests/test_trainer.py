@@ -576,5 +576,5 @@ def test_the_last_synchronisation_is_in_every_row_of_its_step():
 
 def test_a_model_that_is_given_the_whole_batch_by_mistake():
     _, data = small_problem()
-    with pytest.raises(ModelError, match="Without loss_fn= the model gets the whole batch"):
+    with pytest.raises(ModelError, match="Otherwise the model gets the whole batch"):
         LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(6, 2)), data).fit(SimpleReduceStrategy(lr=0.1), device="cpu")

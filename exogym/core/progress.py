@@ -1,4 +1,4 @@
-"""One-line notices and warnings during a run. They go to stderr, above the run's progress bar if there is one."""
+"""One-line notices and warnings during a run, printed to stderr above the progress bar, if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _printed: set[str] = set()
 
 @contextlib.contextmanager
 def without_notices(about: str | None = None) -> Iterator[None]:
-    """A context that suppresses notices: all notices, or only notices with the subject `about`.
+    """A context that suppresses all notices, or only those with the subject `about`.
 
     >>> with without_notices():
     ...     notice("going on from step 1")
@@ -40,8 +40,8 @@ def without_notices(about: str | None = None) -> Iterator[None]:
 def notice(text: str, about: str | None = None, *, once: bool = False) -> None:
     """Print the line `exogym: text` on stderr, above the progress bar if there is one.
 
-    ExoGym reports its own choices in this way, for example a micro-batch that fits the memory. With `once`, a process
-    prints the text only once, for example for all seeds of a comparison.
+    ExoGym reports its own choices in this way, for example the size of a micro-batch. If `once`, a process prints the
+    text only once, for example for all seeds of a comparison.
     """
     if None in _silent or about in _silent or (once and text in _printed):
         return
@@ -55,7 +55,7 @@ def notice(text: str, about: str | None = None, *, once: bool = False) -> None:
 
 
 def warn(text: str) -> None:
-    """Issue the warning `text` at the user's own line: the first frame outside ExoGym.
+    """Issue the warning `text` at the user's line, the first frame outside ExoGym.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:

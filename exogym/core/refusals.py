@@ -1,7 +1,7 @@
-"""The table of features that cannot be combined: pairs, each with its reason and an alternative.
+"""The table of features that can't be combined: pairs, each with its reason and an alternative.
 
-An option that is given is a feature by its name (`delay`), and so is a text (`compute="vmap"`) or a missing option
-("no network"). To learn what another name means, search the package for the `features()` that returns it.
+An option that is set is a feature under its name (`delay`), and so is an option with a value (`compute="vmap"`) or a
+missing option ("no network"). For the meaning of another name, search the package for the `features()` that returns it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ UNTRIED: tuple[str, ...] = (
 
 
 class Refused(NamedTuple):
-    """Two features that cannot be combined, the reason, and what to do instead.
+    """Two features that can't be combined, the reason, and what to do instead.
 
     `one` and `other` may be several names: none of `one` can be combined with any of `other`.
 
@@ -53,7 +53,7 @@ REFUSED: tuple[Refused, ...] = (
         'transport="ring" or "tree"',
         "a server must see each node's values (rules, masks) or send the parameters to the next round's clients, which "
         "may not have averaged. This transport has no server, and sums values on the way",
-        "leave transport out, or take 'server'",
+        "leave transport out, or use 'server'",
     ),
     Refused(
         "secure_aggregation",
@@ -79,13 +79,13 @@ REFUSED: tuple[Refused, ...] = (
         ("robust", "privacy"),
         ("weights by examples", 'balance="batch" or "steps"'),
         "a rule counts each node once, and privacy bounds each client's influence, so all weights must be equal",
-        "give weighting='uniform', or balance='nodes'",
+        "pass weighting='uniform', or balance='nodes'",
     ),
     Refused(
         "privacy",
         "buffers that change",
         "the buffers would be averaged without noise",
-        "take a model without such buffers, for example with LayerNorm or GroupNorm instead of BatchNorm",
+        "use a model without such buffers, for example with LayerNorm or GroupNorm instead of BatchNorm",
     ),
     # Options of strategies
     Refused(
@@ -99,7 +99,7 @@ REFUSED: tuple[Refused, ...] = (
         ("personal", "two kinds of steps"),
         ("privacy", 'robust="norm_cap"'),
         "clipping and caps would count the movement of personal parameters, which are never sent",
-        "leave one of them out, or take another rule, such as 'median'",
+        "leave one of them out, or use another rule, such as 'median'",
     ),
     Refused(
         "personal",
@@ -111,32 +111,32 @@ REFUSED: tuple[Refused, ...] = (
         ("local_steps", "local_epochs"),
         "two kinds of steps",
         "the strategy divides the H steps of a round",
-        "leave it out, and give H",
+        "leave it out, and pass H",
     ),
     Refused("local_steps", "local_epochs", "both set a client's number of steps", "give one of them"),
     Refused(
         ("local_steps", "local_epochs", "delay", "island_H", "rounds of one length"),
         "rounds of different lengths",
         "a round's steps are planned in advance, which needs rounds of one length",
-        "give a number as H, without a ByteBudget",
+        "pass a number as H, without a ByteBudget",
     ),
     Refused(
         "its own clock",
         "H as a function",
         "each node has its own rounds",
-        "give H as a number; dylu=True lets slow nodes take fewer steps",
+        "pass H as a number; dylu=True lets slow nodes take fewer steps",
     ),
     Refused(
         "eager",
         ("delay", "island_H"),
-        "eager=True already waits a whole round for the average, and has no moment for another one",
+        "eager=True already waits a whole round for the average, which leaves no time for another one",
         "leave one of them out",
     ),
     Refused(
         "tuner",
         ("nothing to tune", "H as a function", "gradient_modules"),
         "a budget changes H, a number, during the run, and all bytes must depend on it",
-        "leave ByteBudget out, or give the first H as a number and take a strategy without gradient modules",
+        "leave ByteBudget out, or pass the first H as a number and use a strategy without gradient modules",
     ),
     # A node of several devices
     Refused(
@@ -155,7 +155,7 @@ REFUSED: tuple[Refused, ...] = (
         ("node in several processes", "min_hosts"),
         "max_memory_usage",
         "ExoGym measures a step's memory once, before a model is split and before another host joins",
-        "give minibatch_size instead",
+        "pass minibatch_size instead",
     ),
     Refused(
         "node in several processes",
@@ -168,25 +168,25 @@ REFUSED: tuple[Refused, ...] = (
         "node in several processes",
         ("secure_aggregation", "an outer optimizer of whole tensors"),
         "it needs a node's whole row or whole tensors, and each process has only a part of them",
-        "leave secure_aggregation out, or take an optimizer that treats each element separately ('sgd', 'adam', ...)",
+        "leave secure_aggregation out, or use an optimizer that treats each element separately ('sgd', 'adam', ...)",
     ),
     Refused(
         "node in several processes",
         "an optimizer from a function",
-        "the function would get parts of the parameters, with other shapes",
+        "the function would get only parts of the parameters, which have other shapes",
         "describe the optimizer by a class: OptimSpec(cls, groups=[...], ...)",
     ),
     Refused(
         "node in several processes",
         ('balance="nodes"', "balance without speeds"),
         "each node has its own processes, so a node's speed is known only after the model is split",
-        "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out",
+        "pass speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out",
     ),
     Refused(
         "node in several processes",
         "save_dir of each host",
         "each process holds a part of its node's rows",
-        "give a folder that all hosts share",
+        "pass a folder that all hosts share",
     ),
     # Computing, and processes
     Refused(
@@ -198,7 +198,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         ("processes", "engine"),
         ("processes of a launcher", "NetworkTrainer"),
-        "the launcher or the hosts file decides where processes start, and how many",
+        "the launcher or the hosts file determines where processes start, and how many",
         "leave processes and engine out, or train with LocalTrainer in one script",
     ),
     Refused(
@@ -211,19 +211,19 @@ REFUSED: tuple[Refused, ...] = (
         "cpus_per_process",
         "no engine",
         "only processes that an engine starts use cpus_per_process",
-        "give Placement(engine='ray')",
+        "pass Placement(engine='ray')",
     ),
     # Faults
     Refused(
         ("bad_nodes", "node in several processes", "min_hosts"),
         "no modules",
         "ExoGym cannot change, split or leave out the messages of a strategy without communication modules",
-        "leave it out, or take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...)",
+        "leave it out, or use a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...)",
     ),
     Refused(
         ('balance="batch" or "steps"', "faults"),
         "its own clock",
-        "in such a strategy no node waits for another, and its clock makes nodes slow",
+        "in such a strategy no node waits for another, and slow nodes follow from its clock",
         "leave it out; dylu=True gives slow nodes fewer steps",
     ),
     Refused(
@@ -236,8 +236,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "trace",
         "a server that asks nobody",
-        "a trace says which clients a server can ask",
-        "take a federated strategy such as FedAvg with client_fraction under 1, or plan faults with absent= or "
+        "a trace lists the clients that a server can sample",
+        "use a federated strategy such as FedAvg with client_fraction under 1, or plan faults with absent= or "
         "drop_rate=",
     ),
     # Nodes weighted by their work
@@ -245,7 +245,7 @@ REFUSED: tuple[Refused, ...] = (
         ('balance="steps"', "slow"),
         "gradients at every step",
         "in such a strategy all nodes take every step together",
-        "leave it out, use balance='batch' or 'nodes', or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
+        "leave it out, use balance='batch' or 'nodes', or use a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
     ),
     Refused(
         'balance="batch" or "steps"',
@@ -259,81 +259,81 @@ REFUSED: tuple[Refused, ...] = (
         "trace",
         "no step_seconds",
         "which clients report in time depends on how long steps take",
-        "give fit the step time of a client at speed 1, for example step_seconds='50ms'",
+        "pass the step time of a client at speed 1, for example step_seconds='50ms'",
     ),
     Refused(
         ("step_seconds", "timeline"),
         "no network",
         "virtual time needs a network",
-        "give network, for example network='1Gbps,0.5ms'",
+        "pass network, for example network='1Gbps,0.5ms'",
     ),
     Refused(
         "its own clock",
         "network without step_seconds",
         "step times decide the order of events, and measured times would change it in every run",
-        "give step_seconds, for example step_seconds=0.1, or a list with each node's seconds",
+        "pass step_seconds, for example step_seconds=0.1, or a list with each node's seconds",
     ),
     # Data
     Refused(
         "partitioner",
         ("data factory", "iterable data"),
-        "a partitioner needs all examples at once, and a factory or an iterable gives them one after another",
-        "leave partitioner out, or give the whole data set",
+        "a partitioner needs all examples at once, but a factory or an iterable yields them one after another",
+        "leave partitioner out, or pass the whole data set",
     ),
     Refused(
         "factory of sampled clients",
         "no num_epochs or max_steps",
         "an epoch's length depends on all nodes' data, and a factory makes a client's data only when the client acts",
-        "give max_steps; or num_epochs, which makes all data once",
+        "pass max_steps; or num_epochs, which makes all data once",
     ),
     Refused(
         "iterable data",
         "dataloader_kwargs except collate_fn",
         "the run's own process reads an iterable, so that the order does not depend on a number of workers",
-        "leave them out. To read ahead, give an iterable with its own workers, such as torchdata's "
+        "leave them out. To prefetch, pass an iterable with its own workers, such as torchdata's "
         "StatefulDataLoader(dataset, batch_size=None, num_workers=2)",
     ),
     Refused(
         "one iterable for all nodes",
         ("its own clock", "nodes that rest", 'balance="steps"', "slow"),
         "nodes take different numbers of steps, so the examples of slow nodes would fill the memory",
-        "give a factory, (rank, num_nodes, is_train) -> iterable, so that each node reads its own",
+        "pass a factory, (rank, num_nodes, is_train) -> iterable, so that each node reads its own",
     ),
     Refused(
         "iterable without a length",
         ("num_epochs", "no num_epochs or max_steps", "local_epochs"),
         "an epoch's length is unknown",
-        "give max_steps, H or local_steps instead, or the length: exogym.data.IterableData(dataset, length=...)",
+        "pass max_steps, H or local_steps instead, or the length: exogym.data.IterableData(dataset, length=...)",
     ),
     Refused(
         "iterables of unknown lengths",
         'weighting="examples"',
         "the nodes' numbers of examples are unknown",
-        "give weighting='uniform', or the lengths: exogym.data.IterableData(dataset, length=...)",
+        "pass weighting='uniform', or the lengths: exogym.data.IterableData(dataset, length=...)",
     ),
     Refused(
         "validation iterable without a length",
         "no val_size",
         "the evaluation might never end",
-        "give val_size, or the length: exogym.data.IterableData(dataset, length=...)",
+        "pass val_size, or the length: exogym.data.IterableData(dataset, length=...)",
     ),
     Refused(
         ("val_size", "val_interval"),
         "no val_dataset",
         "evaluations need a val_dataset",
-        "give the trainer a val_dataset",
+        "pass a val_dataset to the trainer",
     ),
     # Checkpoints
     Refused(
         ("checkpoint_interval", "resume", "max_restarts", "client_state_memory"),
         "no save_dir",
         "checkpoints and the state of idle clients need a folder",
-        "give save_dir, or for checkpoints run_dir",
+        "pass save_dir, or for checkpoints run_dir",
     ),
     Refused(
         "max_restarts",
         "lazy modules",
-        "the model has no parameters yet with which a restart could begin",
+        "the model has no parameters yet from which a restart could begin",
         "run the model on one batch before fit, or leave max_restarts out",
     ),
     # Attached loops
@@ -341,20 +341,20 @@ REFUSED: tuple[Refused, ...] = (
         "attach",
         ("its own clock", "nodes that rest"),
         "your loops take every step on every node, could not rest, and no virtual clock orders them",
-        "take a strategy in which all nodes take all steps (DiLoCo with delay=), or train with LocalTrainer",
+        "use a strategy in which all nodes take all steps (DiLoCo with delay=), or train with LocalTrainer",
     ),
     # Hosts
     Refused(
         "min_hosts",
         "node",
         "the remaining hosts would have to split their models again",
-        "leave min_hosts out, and give retries= and a save_dir that all hosts share: if a host is lost, all start "
-        "again from the last checkpoint",
+        "leave min_hosts out, and pass retries= and a save_dir that all hosts share: if a host is lost, all restart "
+        "from the last checkpoint",
     ),
     Refused(
         "min_hosts",
         ("faults", "network", "balance"),
-        "nobody can plan faults, times and speeds where hosts come and go",
+        "faults, times and speeds can't be planned if hosts come and go",
         "leave one of them out",
     ),
     Refused(

@@ -49,7 +49,7 @@ class Notes:
             if not tag or len(tag) > LONGEST_TAG or "," in tag or not tag.isprintable():
                 raise ArgumentError(f"tag {tag[:60]!r} must be 1 to {LONGEST_TAG} printable characters without a comma")
         if len(self.tags) > MOST_TAGS:
-            raise ArgumentError(f"tags has {len(self.tags)} tags: give at most {MOST_TAGS}")
+            raise ArgumentError(f"tags has {len(self.tags)} tags: pass at most {MOST_TAGS}")
         text = self.note
         if not isinstance(text, str) or len(text) > LONGEST_NOTE or not text.replace("\n", "").isprintable():
             raise ArgumentError(f"note must be a text of printable lines, at most {LONGEST_NOTE} characters")

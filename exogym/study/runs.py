@@ -5,10 +5,9 @@
     runs.draw([...], "out")    the curves of any runs in one picture
     runs.summary("runs/cmp")   a comparison or sweep in short: a row for each strategy or cell, and a verdict
 
-All data come from the files that `exogym.core.record.run_folder` describes. You may read these files at any time: while
-a run writes them, after a kill in the middle of a line, and while a folder is being removed. If a folder has contents
-that no run writes, `list` shows it as "unreadable", with the reason. Other folders are
-not affected.
+All data come from the files that `exogym.core.record.run_folder` describes, which may be read at any time: while a run
+writes them, after a kill in the middle of a line, and while a folder is being removed. If a folder has contents that no
+run writes, `list` shows it as "unreadable" with the reason.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -196,7 +195,7 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
     try:
         folders = _folders(top)
     except OSError as error:
-        raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): name a folder") from error
+        raise ArgumentError(f"runs={os.fspath(folder)!r} cannot be listed ({error.strerror}): pass a folder") from error
     found = [family for path in folders if (family := _family(path, in_json(path.name)))]
     found.sort(key=lambda family: -(family[0].started_s or 0.0))
     return [listed for family in found for listed in family]
@@ -211,7 +210,7 @@ def load(path: str | os.PathLike[str]) -> Run | Summary:
     >>> load("runs/none")
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: 'runs/none' holds no run: name a run's folder, as listed by exogym runs list
+    exogym.errors.ArgumentError: 'runs/none' holds no run: pass a run's folder, as listed by exogym runs list
     """
     if what_is(path)[0] != "run":
         if (found := summary(path)) is None:
@@ -246,11 +245,11 @@ def stand(path: str | os.PathLike[str]) -> StoredRun:
     except ArgumentError as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     if not about and not status:
-        raise ArgumentError(f"{str(path)!r} holds no run: name a run's folder, as listed by exogym runs list")
+        raise ArgumentError(f"{str(path)!r} holds no run: pass a run's folder, as listed by exogym runs list")
     if kind:
         inside = [child.name for child in _children(path)]
         raise ArgumentError(
-            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'as soon as it has runs'}"
+            f"{str(path)!r} is a {kind}: pass one of its runs, {', '.join(inside[:20]) or 'as soon as it has runs'}"
         )
     return StoredRun(path, about, status, summary)
 
@@ -309,7 +308,7 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     labels = about.get("cells" if kind == "sweep" else "strategies")
     if not isinstance(labels, dict):
-        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: name a comparison's or sweep's folder")
+        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: pass a comparison's or sweep's folder")
     saved = about.get("summary")
     is_whole = about.keys() >= {"target_loss", "target"}
     if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":
@@ -349,7 +348,7 @@ def draw(
     """
     needs("matplotlib", "demo")
     if not runs:
-        raise ArgumentError("runs is empty: name at least one run to draw")
+        raise ArgumentError("runs is empty: pass at least one run to draw")
     curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

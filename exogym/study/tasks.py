@@ -1,4 +1,4 @@
-"""Ready-made tasks: data, a model and settings with which strategies' differences show after a short training.
+"""Ready-made tasks: data, a model and settings that show differences between strategies after a short training.
 
 >>> digits_task().name, load_task("digits", hidden=8).num_nodes, mnist_task(width=2).batch_size, shakespeare_task().H
 ('digits', 4, 8, 10)
@@ -38,15 +38,14 @@ class Task:
         name, description: the task's name, and a text about it, for reports.
         origin: the place where ExoGym found the data.
         train, val: the data sets.
-        build: a function that makes a model with weights from torch's generator (see `make_model`).
+        build: a function that returns a model with weights drawn from torch's generator (see `make_model`).
         num_nodes, batch_size, max_steps: number of nodes, examples per node and step, steps of a run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: settings of every strategy's inner optimizer.
         H: inner steps between synchronizations, for strategies with rounds.
         outer_lr, outer_momentum: settings of DiLoCo's outer optimizer. None stands for the optimizer's default.
-        partitioner: how the data are divided among the nodes, in the command line's form. If `partitioner` is None, the
-            examples are dealt anew in each epoch.
-        evaluates: a text that says which examples an evaluation uses. If `evaluates` is None, an evaluation uses all of
-            `val`.
+        partitioner: how the data are divided among the nodes, in the command line's form. None: the examples are
+            distributed anew in each epoch.
+        evaluates: a text that describes the examples that an evaluation uses; None: all of `val`.
         perplexity: True if exp(validation loss) is the perplexity of held-out text.
     """
 
@@ -105,10 +104,10 @@ def skew_of(task: Task, num_nodes: int) -> float | None:
 def load_task(name: str, data: Data = None, **options: Any) -> Task:
     """Return a task: "digits", "mnist", "shakespeare", "cifar10", "whisper", "language", or "module:function".
 
-    The function must return a `Task`. ExoGym calls the function with `options`, and with `data` if given.
+    The function is called with `options`, and with `data` if given, and must return a `Task`.
 
     Args:
-        data: file or folder with the data, if they are in none of the places in which `exogym.data.sources` looks.
+        data: file or folder with the data, if `exogym.data.sources` doesn't find them.
         options: the task's options: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`,
             `n_embd`, `dropout` (shakespeare); the options of `exogym.home.tasks.whisper_task` (whisper)
             or `language_task` (language).
@@ -139,8 +138,8 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
         if isinstance(error, ModuleNotFoundError) and not module_name.startswith(error.name or module_name):
             raise  # a module that it imports is missing
         raise ArgumentError(
-            f"task {name!r}: there is no module {module_name!r}; wanted module:function, such as "
-            "'my_task:make' for the function make in my_task.py"
+            f"task {name!r}: there is no module {module_name!r}; use module:function, such as 'my_task:make' for the "
+            "function make in my_task.py"
         ) from error
     make = getattr(module, function, None)
     if not callable(make):
@@ -148,7 +147,9 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
         raise ArgumentError(f"task {name!r}: {module_name} has no function {function!r}: {nearest(function, own)}")
     task = make(*data, **options)
     if not isinstance(task, Task):
-        raise ArgumentError(f"task {name!r}: {function} returned a {type(task).__name__}, wanted an exogym.tasks.Task")
+        raise ArgumentError(
+            f"task {name!r}: {function} must return an exogym.tasks.Task, but returned {type(task).__name__}"
+        )
     return task
 
 

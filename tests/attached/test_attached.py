@@ -754,7 +754,7 @@ def test_sparse_gradients_are_refused_where_a_row_or_a_norm_needs_dense_ones():
 
     for strategy in (SimpleReduceStrategy(), DiLoCoStrategy("sgd", H=2, lr=0.1, max_norm=0.1)):
         steps(False, strategy)
-        with pytest.raises(ModelError, match=r"gradient of '0.weight' is sparse, wanted a dense one: create the layer"):
+        with pytest.raises(ModelError, match=r"gradient of '0.weight' must be dense, but is sparse: create the layer"):
             steps(True, strategy)
     found, wanted = (steps(sparse, DiLoCoStrategy("sgd", H=2, lr=0.1)) for sparse in (True, False))
     for name, x in wanted.items():

@@ -330,7 +330,7 @@ WORSE = {
     "network": ([*FLEET[1:], "--network", "wify"], "did you mean 'wifi'"),
     "speeds": ([*FLEET[1:], "--speeds", "1,1"], "speeds is for 2 nodes"),
     "strategy": ([*FLEET[1:], "--strategies", "dilco"], "did you mean 'diloco'"),
-    "twice": ([*FLEET[1:], "--strategies", "ddp,ddp"], "names 'ddp' twice"),
+    "twice": ([*FLEET[1:], "--strategies", "ddp,ddp"], "contains 'ddp' twice"),
     "dataset": (["--dataset", "digit", "--network", "wifi"], "did you mean 'digits'"),
     "retired": ([*FLEET[1:], "--price", "1USD/h"], "--price: it is retired: multiply the hours"),
 }

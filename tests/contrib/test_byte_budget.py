@@ -175,7 +175,7 @@ def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
         (lambda: made(DiLoCoStrategy, tuner=-3), "total_bytes=-3 must be a number over 0"),
         (lambda: parsed("ddp:tuner=9"), "SimpleReduceStrategy, which does not take H"),
         (lambda: parsed("slowmo:tuner=9"), "SlowMoStrategy was not tested with a wrapper of exogym.contrib"),
-        (lambda: made(DiLoCoStrategy, H=lambda r: 3, tuner=1e9), "give the first H as a number"),
+        (lambda: made(DiLoCoStrategy, H=lambda r: 3, tuner=1e9), "pass the first H as a number"),
         (lambda: made(FedAvgStrategy, local_steps=[1, 2], H=2, tuner=1e9), "needs rounds of one length"),
         (lambda: made(SPARTAStrategy, tuner=9.0), "SPARTAStrategy, which does not take H"),
         (lambda: made(DiLoCoStrategy, tuner=1e9).plan(1e6, 4, 4), "a tuner chooses H, but a formula needs a fixed H"),

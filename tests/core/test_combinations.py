@@ -40,7 +40,7 @@ def test_a_pair_says_what_was_given_why_and_what_to_do(row) -> None:
 
 
 def test_a_feature_that_is_left_out_is_needed() -> None:
-    with pytest.raises(ArgumentError, match=r"^timeline=True needs network: .*; give network"):
+    with pytest.raises(ArgumentError, match=r"^timeline=True needs network: .*; pass network"):
         check({"timeline": "timeline=True", "no network": "no network"})
     with pytest.raises(AssertionError, match="no row refuses"):
         refuse({"timeline": "timeline=True"})

@@ -295,7 +295,7 @@ def own_row(loop):
 def test_a_callback_that_would_need_the_others_is_told_so(callback):
     before = children()
     train(**AVERAGES, callbacks=[callback])
-    with pytest.raises(TrainingError, match=r"let it use the loop \(loop.evaluate\(node\), loop.save\(\)\)"):
+    with pytest.raises(TrainingError, match=r"use the loop in it \(loop.evaluate\(node\), loop.save\(\)\)"):
         train(**AVERAGES, processes=3, callbacks=[callback])
     assert children() == before
 
@@ -394,7 +394,7 @@ WRONG = {
     "a word": ({"processes": "two"}, "processes='two' must be a whole number"),
     "yes": ({"processes": True}, "processes=True must be a whole number"),
     "a half": ({"processes": 1.5}, "processes=1.5 must be a whole number"),
-    "too many": ({"processes": 5}, "5 processes for num_nodes=4: every process needs a node; start at most 4"),
+    "too many": ({"processes": 5}, "5 processes for num_nodes=4: every process needs a node, so start at most 4"),
     "restarts": ({"placement": {"max_restarts": 1}}, "placement=.* must be a Placement, such as"),
     "restarts, but no folder": (
         {"placement": Placement(max_restarts=2), "processes": 2},

@@ -128,7 +128,9 @@ def test_callbacks_run_in_the_first_process(worlds):
 
 def test_layouts_that_cannot_be_are_refused_in_every_process(worlds):
     for seen in worlds[3][0]:
-        assert seen["too many"].startswith("3 processes for num_nodes=2: every process needs a node; start at most 2")
+        assert seen["too many"].startswith(
+            "3 processes for num_nodes=2: every process needs a node, so start at most 2"
+        )
         assert seen["another number"].startswith("processes=2 with a script that runs as 3 processes: ")
 
 

@@ -81,7 +81,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
     with pytest.raises(ArgumentError, match="DiLoCoStrategy, which does not sample clients"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Devices()))
-    with pytest.raises(ArgumentError, match="give fit the step time"):
+    with pytest.raises(ArgumentError, match="pass the step time"):
         trained(FedAvgStrategy("sgd", **SAMPLED), faults=Faults(trace=Devices()))
 
 

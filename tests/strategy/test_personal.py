@@ -263,19 +263,19 @@ def test_a_buffer_alone_can_stay() -> None:
         (lambda: made(FedAvgStrategy, personal=0), "personal=0"),
         (lambda: made(FedAvgStrategy, personal=[]), "must be a pattern of names such as 'head"),
         (lambda: made(FedAvgStrategy, personal=1.5), "or the number of the model's last layers"),
-        (lambda: made(FedAvgStrategy, personal="second.*", robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(FedAvgStrategy, personal="second.*", robust="norm_cap"), "use another rule, such as 'median'"),
         (lambda: made(FedPerStrategy, privacy=None), "never sent: use fedavg"),
         (lambda: made(DittoStrategy, personal="second.*"), "each client has a whole personal model"),
         (lambda: DittoStrategy(lam=-1), "lam=-1 must be a number of at least 0"),
         (lambda: DittoStrategy(H=1), "personal_steps=1 leaves none of the H=1 steps"),
-        (lambda: DittoStrategy(local_epochs=1), "leave it out, and give H"),
+        (lambda: DittoStrategy(local_epochs=1), "leave it out, and pass H"),
         (lambda: made(DittoStrategy, tuner=1e6), "was not tested with a wrapper"),
         (lambda: made(DittoStrategy, robust="norm_cap"), "was not tested with a wrapper"),
         (lambda: FedRepStrategy(personal=None), "leaves no head to train: name the head, or use fedavg"),
         (lambda: FedRepStrategy(H=3, body_steps=4), "body_steps=4 exceeds the H=3 steps"),
         (lambda: FedRepStrategy(H=3, body_steps=0), "body_steps=0"),
         (lambda: FedRepStrategy(H=lambda r: 4), "rounds of different lengths"),
-        (lambda: FedRepStrategy(local_steps=[1, 2]), "leave it out, and give H"),
+        (lambda: FedRepStrategy(local_steps=[1, 2]), "leave it out, and pass H"),
         (lambda: made(FedRepStrategy, robust="norm_cap"), "was not tested with a wrapper"),
         (lambda: made(ScaffoldStrategy, personal="second.*"), "a client's control variate covers all parameters"),
         (lambda: made(FedNovaStrategy, personal="second.*"), "the change of all parameters is scaled"),
@@ -494,7 +494,7 @@ def test_the_worst_clients_have_the_largest_errors_or_the_smallest_scores() -> N
 
 def test_clients_without_data_of_their_own_are_refused() -> None:
     trainer = LocalTrainer(Regressor(), examples(20), examples(8), loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ArgumentError, match="nodes have no own validation sets: give the trainer a function"):
+    with pytest.raises(ArgumentError, match="there are no validation sets per node: pass a function"):
         trainer.fit(
             FedPerStrategy(SGD, 1, H), num_nodes=2, max_steps=H, batch_size=BATCH, callbacks=[EvaluateClients()]
         )

@@ -160,7 +160,7 @@ def test_what_is_no_length_of_a_round():
         )
     with pytest.raises(ArgumentError, match="rounds of one length"):
         FedAvgStrategy(H=growing, local_epochs=1)
-    with pytest.raises(ArgumentError, match="each node has its own rounds; give H as a number"):
+    with pytest.raises(ArgumentError, match="each node has its own rounds; pass H as a number"):
         AsyncDiLoCoStrategy(H=growing)
     with pytest.raises(ArgumentError, match="H is a function of the round, but a formula needs a fixed H"):
         advise(parameters=1e6, num_nodes=4, network="100Mbps", step_seconds=0.1, strategies=[DiLoCoStrategy(H=growing)])

@@ -187,7 +187,7 @@ def test_a_sweep_goes_on_that_began_under_earlier_names(tmp_path: Path) -> None:
         ({"faults": "none"}, "faults='none' must be an exogym.faults.Faults"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"faults": Faults(slow={1: 0.5})}, "ddp: faults with slow=.* all nodes take every step together"),
-        ({"placement": Placement(max_restarts=1)}, "max_restarts needs a folder: give it as out"),
+        ({"placement": Placement(max_restarts=1)}, "max_restarts needs a folder: pass it as out"),
         ({"val_size": 0}, "val_size=0"),
     ],
 )

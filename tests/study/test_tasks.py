@@ -93,10 +93,10 @@ def test_a_task_of_ones_own_by_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DataError, match=r"has no digits.npz"):
         load_task("own_tasks_here:make", tmp_path)
     for text, message in {
-        "own_task_there:make": "no module 'own_task_there'; wanted module:function",
-        ":make": "wanted module:function",
+        "own_task_there:make": "no module 'own_task_there'; use module:function",
+        ":make": "use module:function",
         "own_tasks_here:mak": "did you mean 'make'",
-        "own_tasks_here:nothing": "returned a int, wanted an exogym.tasks.Task",
+        "own_tasks_here:nothing": "must return an exogym.tasks.Task, but returned int",
     }.items():
         with pytest.raises(ArgumentError, match=message):
             load_task(text)

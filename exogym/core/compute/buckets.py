@@ -2,8 +2,8 @@
 
 If a process holds one row and reduction="native", the process sends the last layers' gradients while it computes the
 first layers' gradients. Buckets are column ranges of the gradient matrix. Every process sends the buckets in the same
-order, from the last column to the first. A parameter without a gradient counts as zeros. The processes compare later
-which parameters had gradients, so models with unused parameters work without an option.
+order, from the last column to the first. A parameter without a gradient counts as zeros. The processes compare
+afterward which parameters had gradients, so models with unused parameters need no option.
 """
 
 from __future__ import annotations

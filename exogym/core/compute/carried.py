@@ -1,4 +1,4 @@
-"""Find attributes of a model that carry something from one step to the next.
+"""Find attributes of a model that carry state from one step to the next.
 
 This code runs only if a training step changes an attribute.
 """
@@ -20,7 +20,7 @@ def refuse_carried(
     before: Any, changed: Sequence[str], trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
     tolerance: float,
 ) -> None:  # fmt: skip
-    """Refuse a model if a training step changes an attribute that later steps use.
+    """Reject a model if a training step changes an attribute that later steps use.
 
     The test takes a step on `batch` twice. The first step starts with the attribute's first value. Then a step on
     another batch, with other parameters, may change the attribute, and the second step starts with the changed value.
@@ -52,11 +52,11 @@ def refuse_carried(
         name, _, key = carried[0].rpartition(".")
         raise ModelError(
             f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. All nodes "
-            "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer of its final "
-            f"shape with self.register_buffer({key!r}, torch.zeros(...)): then every node has its own, and nodes "
-            "average it with the model. If it belongs to the node's examples, as a hidden state does, add "
-            f"own_buffers = ({key!r},) to class {type(before.modules[name]).__name__}: then nodes do not average it. "
-            f"If training does not depend on the attribute, allow it there: shared_attributes = ({key!r},)"
+            "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer of its "
+            f"final shape with self.register_buffer({key!r}, torch.zeros(...)), so that every node has its own and "
+            "nodes average it with the model. If it belongs to the node's examples, like a hidden state, also add "
+            f"own_buffers = ({key!r},) to class {type(before.modules[name]).__name__}, so that nodes do not average "
+            f"it. If training does not depend on the attribute, allow it there: shared_attributes = ({key!r},)"
         )
 
 

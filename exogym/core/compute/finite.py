@@ -1,8 +1,8 @@
 """Find nodes with NaN or infinite numbers before these numbers reach other nodes.
 
-A NaN or infinity spreads within a row: from a gradient to the update, and from the parameters to the next loss. So it
-is enough to check each step's loss, and one sum over the row at the end of a stretch. If such a check fails, ExoGym
-searches for the parameter and names it.
+A NaN or infinity spreads within a row, from a gradient to the update, and from the parameters to the next loss, so it
+suffices to check each step's loss, and one sum over the row at the end of a stretch. If a check fails, ExoGym searches
+for the parameter and names it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ POLICIES = ("raise", "skip", "ignore")
 
 
 class Watch:
-    """Check whether losses, gradients and parameters are finite, and act as the option `on_nonfinite` says.
+    """Check whether losses, gradients and parameters are finite, and act according to `on_nonfinite`.
 
     Args:
-        policy: the value of `on_nonfinite` ("raise", "skip" or "ignore"). A loss that is not finite is an error under
-            "ignore" too.
+        policy: the value of `on_nonfinite` ("raise", "skip" or "ignore"). A nonfinite loss is an error even under
+            "ignore".
         worker: the process's worker. It must be bound to its fleet before the first check.
 
     Attributes:
         raises, skips: whether the policy is "raise" or "skip".
-        at_once: whether each loss is checked immediately, as on the CPU. On a GPU a check would wait for the device, so
-            the losses of a stretch are checked together.
+        at_once: whether each loss is checked immediately, as on the CPU. On a GPU, where a check would wait for the
+            device, the losses of a stretch are checked together.
     """
 
     def __init__(self, policy: str, worker: Worker):
@@ -42,7 +42,7 @@ class Watch:
     # Losses
 
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
-        """Return whether the node must be skipped after its step `step` gave a `loss` that is not finite.
+        """Return whether the node must be skipped after a nonfinite `loss` at its step `step`.
 
         Under "skip", return True if the node's parameters were not finite before the step, and otherwise False.
 
@@ -75,9 +75,9 @@ class Watch:
         raise of_loss(rank, float(losses[at]), first + at + 1)
 
     def are_finite(self, tensors: Sequence[Tensor]) -> bool:
-        """Return True if all numbers are finite in all of the node's processes, after a single wait for the device.
+        """Return whether all numbers in all of the node's processes are finite, with a single wait for the device.
 
-        False means that some may not be: then check them one by one.
+        False means that some may not be; check them one by one.
         """
         total = torch.stack([_sum(x).float() for x in tensors]).sum().item() if tensors else 0.0
         return not self.worker.fleet.comm.wire.columns.any(not math.isfinite(total))
@@ -180,7 +180,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all numbers in `x` are finite. The single numbers are checked only if their sum is not finite.
+    """Return whether all numbers in `x` are finite. Numbers are checked individually only if their sum isn't finite.
 
     >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([torch.nan]))
     (True, True, False)

@@ -1,4 +1,4 @@
-"""Take a trial step before training, and undo it, to learn which buffers and random numbers the model uses.
+"""Take and undo a trial step before training, to find out which buffers and random numbers the model uses.
 
 The trial also finds state that a model stores in plain attributes, which all nodes of a process would share. ExoGym
 compares the attributes of all submodules before and after a trial step: numbers, text, tensors, arrays, containers of
@@ -38,7 +38,7 @@ MEASURED = 8  # examples of a trial pass for activations
 def look(
     worker: Worker, batch: Any, another: Callable[[], Any] | None = None, alone: Callable[[], None] | None = None
 ) -> None:
-    """Take a training step on `batch`, undo it, and refuse models that cannot be trained.
+    """Take a training step on `batch`, undo it, and reject models that can't be trained.
 
     Set the worker's `changing`, `draws_torch` and `draws_python` to the buffers that the step changes and the random
     generators that it uses. Buffers that the first step makes or resizes remain. A second step then checks that later
@@ -63,8 +63,8 @@ def look(
         late = [name for name in worker.changing if at_first.get(name) != made[name]]
         if late or _buffer_shapes(worker.model) != made:
             raise ModelError(
-                f"the model makes or resizes buffers in its first step and changes them later ({late[:3]}), so no "
-                "node would start with the right values: make them in __init__ with their final shape"
+                f"the model creates or resizes buffers in its first step and changes them later ({late[:3]}), so no "
+                "node would start with the right values: create them in __init__ with their final shape"
             )
     allowed = attributes.allowed()
     if changed := [path for path in attributes.differing(attributes.now(), 0.0) if path not in allowed]:
@@ -84,7 +84,7 @@ def _fails_alone(worker: Worker, batch: Any) -> bool:
         return False
     try:
         _trial_step(worker, slice_batch(batch, 0, 1))
-    except Exception as error:  # others come again in the first step
+    except Exception as error:  # other errors recur in the first step
         from exogym.core.compute.mistakes import ONE_VALUE
 
         return ONE_VALUE in str(error)
@@ -108,8 +108,8 @@ def _trial_step(worker: Worker, batch: Any) -> Tensor:
     for name, (p, mark) in frozen.items():
         if _mark(p) != mark:
             raise ModelError(
-                f"a training step changes {name!r}, a parameter without requires_grad. All nodes share such a "
-                "parameter: make it a buffer (register_buffer), so that every node has its own"
+                f"a training step changes {name!r}, a parameter without requires_grad, which all nodes would share: "
+                "make it a buffer (register_buffer), so that every node has its own"
             )
     return loss
 
@@ -121,9 +121,9 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
         except (AttributeError, TypeError) as error:
             if worker.loss.loss_fn is None and isinstance(batch, tuple | list):
                 raise ModelError(
-                    f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
-                    "pass loss_fn= if the model takes only the inputs. Without loss_fn= the model gets the whole batch "
-                    "and returns the loss; a model with forward(self, x, targets) gets inputs and targets"
+                    f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): pass "
+                    "loss_fn= if the model takes only the inputs. Otherwise the model gets the whole batch and must "
+                    "return the loss; a model with forward(self, x, targets) gets inputs and targets"
                 ) from error
             raise
     if not loss.requires_grad:
@@ -132,7 +132,7 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
         )
     if loss.is_complex():
         raise ModelError(
-            f"the loss is a complex number ({loss.dtype}), wanted a real number: return loss.abs() or loss.real"
+            f"the loss must be a real number, but is complex ({loss.dtype}): return loss.abs() or loss.real"
         )
     try:
         loss.backward()
@@ -144,11 +144,11 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ModelError if a gradient is sparse: a row's gradient is dense."""
+    """Raise ModelError if a gradient is sparse, because a row's gradient is dense."""
     for name, p in named:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ModelError(
-                f"the gradient of {name!r} is sparse, wanted a dense one: create the layer without sparse=True"
+                f"the gradient of {name!r} must be dense, but is sparse: create the layer without sparse=True"
             )
 
 
@@ -249,8 +249,8 @@ class Attributes:
         for name, keys in named:
             if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
                 raise ModelError(
-                    f"{ALLOWED} of {type(self.modules[name]).__name__} is {keys!r}: wanted a tuple of names, as in "
-                    f"{ALLOWED} = ('cache',)"
+                    f"{ALLOWED} of {type(self.modules[name]).__name__} must be a tuple of names, such as {ALLOWED} = "
+                    f"('cache',), not {keys!r}"
                 )
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
@@ -373,7 +373,7 @@ def activation_bytes(worker: Worker, batch: Any) -> int:
 
 
 def forward_bytes(worker: Worker, batch: Any) -> float:
-    """Return the bytes of activations that a forward pass makes per example; 0 if the model cannot be asked.
+    """Return the bytes of activations per example in a forward pass; 0 if they can't be measured.
 
     These are the larger of two numbers: what autograd keeps, and the outputs of the innermost modules, which count if
     a part of the model is frozen.

@@ -64,9 +64,9 @@ class InnerOptimizer(Stateful):
         self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Corrects] = []
-        # Optimizers of rows that were reset. Another row uses them again: building one takes as long as several steps.
+        # Optimizers of rows that were reset, for reuse: building one takes as long as several steps.
         self._spare: list[Optimizer] = []
-        # Build one now, so that an optimizer with wrong arguments fails before training.
+        # Build one now, so that wrong arguments of an optimizer fail before training.
         self._fresh = _entries(self._build()) if self._named else None
         worker.draws_torch |= self.spec.try_out(dict(zip(worker.names, self.parameters, strict=True)), self._hidden)
 

@@ -222,7 +222,7 @@ class Loop:
             self.buckets.close()
 
     def _parts(self, rows: Sequence[int], grads: bool = False) -> list[Tensor]:
-        """Return the parameters of `rows`, or their gradients, in as few tensors as there can be."""
+        """Return the parameters of `rows`, or their gradients, in as few tensors as possible."""
         whole = [block.own_grads() if grads else block.params for block in self.fleet.blocks]
         return whole if len(rows) == len(self.fleet) else [matrix[row] for matrix in whole for row in rows]
 
@@ -245,7 +245,7 @@ class Loop:
         return torch.cat(found)
 
     def look_at_gradient(self, row: int) -> None:
-        """Note whether the row's gradient is finite."""
+        """Record whether the row's gradient is finite."""
         if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
             self.spoilt.append(row)
 

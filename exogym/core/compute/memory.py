@@ -1,4 +1,4 @@
-"""Count the memory that a run's rows need, and refuse a run that does not fit."""
+"""Estimate the memory that a run's rows need, and reject a run that doesn't fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_rows(
     model: nn.Module, strategy: Strategy, free: int, *, num_nodes: int, rows: int, processes: int, is_cut: bool,
     buffer_bytes: int, together: bool,
 ) -> None:  # fmt: skip
-    """Refuse a run that does not fit in memory, before allocating any row.
+    """Reject a run that doesn't fit into memory, before any row is allocated.
 
     The check counts parameters, gradients, optimizer state, buffers, strategy state, temporary tensors, servers and
     Python objects. It does not count activations, data and histories. The check itself needs little memory: the

@@ -81,7 +81,7 @@ def _names(text: str, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] 
 
 
 def _no_tensors(text: str, batch: Any) -> str | None:
-    """Explain that an input is a list, which a layer of torch does not take."""
+    """Explain that an input is a list, which torch's layers don't accept."""
     if "must be Tensor, not" not in text:
         return None
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else ())
@@ -89,8 +89,8 @@ def _no_tensors(text: str, batch: Any) -> str | None:
         if isinstance(value, tuple | list) and value:
             return (
                 f"batch[{key!r}] is a {type(value).__name__} of {len(value)} ({described(value[0])} first), but a "
-                "layer of the model wants a tensor: make tensors in the data set, or join the examples by collate_fn "
-                "in dataloader_kwargs"
+                "layer of the model needs a tensor: return tensors from the data set, or combine the examples with a "
+                "collate_fn in dataloader_kwargs"
             )
     return None
 
@@ -104,7 +104,7 @@ def _out_of_range(
         if isinstance(out, Tensor) and targets is not None and out.dim() == targets.dim() + 1:
             classes = out.shape[1]
             range_ = f"the model's output has shape {tuple(out.shape)}: {classes} classes, 0 to {classes - 1}"
-            remedy = f"give the last layer {int(found) + 1} outputs or more" if int(found) > 0 else ""
+            remedy = f"give the last layer at least {int(found) + 1} outputs" if int(found) > 0 else ""
         else:
             range_, remedy = "the model has fewer classes", ""
         remedy = remedy or "give the last layer an output for each class"
@@ -156,9 +156,9 @@ def _no_tensor(out: Any, loss_fn: Callable[..., Any], model: nn.Module) -> str:
     else:
         pick = "out[0]"
     return (
-        f"the model {type(model).__name__} returned {described(out)}{inside}, but loss_fn={name} wants predictions in "
-        f"one tensor: return only them from forward, or write loss_fn=lambda out, y: {name}({pick}, y). If the model "
-        "computes its own loss, leave loss_fn out"
+        f"the model {type(model).__name__} returned {described(out)}{inside}, but loss_fn={name} needs predictions in "
+        f"one tensor: return only the predictions from forward, or pass loss_fn=lambda out, y: {name}({pick}, y). If "
+        "the model computes its own loss, leave loss_fn out"
     )
 
 
@@ -169,12 +169,12 @@ def _targets(text: str, loss_fn: Callable[..., Any] | None, out: Any, targets: T
     given = f"the targets are {_kind(targets)} and the predictions {_kind(out)}"
     name = _name_of(loss_fn)
     if "multi-target not supported" in text and out.dim() == targets.dim():
-        return f"{given}, but loss_fn={name} wants one class number per example: write y = y.squeeze(1) in the data set"
+        return f"{given}, but loss_fn={name} needs one class number per example: use y = y.squeeze(1) in the data set"
     if out.dim() == targets.dim() + 1 and targets.dtype != torch.int64 and "Long" in text:
         more = "; to predict numbers use torch.nn.functional.mse_loss" if targets.is_floating_point() else ""
-        return f"{given}, but loss_fn={name} wants class numbers (int64): write y = y.long() in the data set{more}"
+        return f"{given}, but loss_fn={name} needs class numbers (int64): use y = y.long() in the data set{more}"
     if out.shape == targets.shape and targets.dtype in WHOLE and out.is_floating_point():
-        return f"{given}, but loss_fn={name} wants the same type for both: write y = y.float() in the data set"
+        return f"{given}, but loss_fn={name} needs the same type for both: use y = y.float() in the data set"
     if targets.is_floating_point() and targets.dtype != out.dtype:
         return f"{given}: {_convert(targets.dtype, out.dtype, 'y')}"
     return None
@@ -190,14 +190,14 @@ def _types(text: str, model: nn.Module, batch: Any) -> str | None:
     if "indices" in text:
         wrong = next(((place, x) for place, x in _leaves(batch) if x.dtype not in (torch.int32, torch.int64)), None)
         return wrong and (
-            f"{wrong[0]} is {_kind(wrong[1])}, but the model's embedding wants whole numbers, int32 or int64: "
-            "write x = x.long() in the data set"
+            f"{wrong[0]} is {_kind(wrong[1])}, but the model's embedding needs whole numbers, int32 or int64: use x = "
+            "x.long() in the data set"
         )
     targets = targets_of(batch)
     if "target dtype" in text and targets is not None and targets.dtype != torch.int64:  # the model computes the loss
         place = next(place for place, x in _leaves(batch) if x is targets)
         return (
-            f"{place} is {_kind(targets)}, but the loss wants class numbers (int64): write y = y.long() in the data set"
+            f"{place} is {_kind(targets)}, but the loss needs class numbers (int64): use y = y.long() in the data set"
         )
     for place, x in _leaves(batch):
         is_target = x is targets
@@ -211,7 +211,7 @@ def _convert(given: torch.dtype, own: torch.dtype, name: str) -> str:
     """Return the line that converts the data."""
     as_own = {torch.float32: f"{name}.float()", torch.float64: f"{name}.double()"}.get(own, f"{name}.to({own})")
     other = ", or train model.double(). NumPy makes float64 by default" if given == torch.float64 else ""
-    return f"write {name} = {as_own} in the data set{other}"
+    return f"use {name} = {as_own} in the data set{other}"
 
 
 def _leaves(batch: Any, place: str = "the batch") -> Iterator[tuple[str, Tensor]]:

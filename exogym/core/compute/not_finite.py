@@ -1,4 +1,4 @@
-"""Name the number that is not finite, and say what to do. This code runs only after such a number was found."""
+"""Report which number is not finite, and what to do. This code runs only after such a number was found."""
 
 from __future__ import annotations
 

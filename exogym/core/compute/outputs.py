@@ -9,7 +9,8 @@ Without `loss_fn`, a batch (inputs..., targets) becomes `model(*batch)` in two c
 like one of `TARGET_KEYS` in the place of the targets, or `forward` needs exactly as many arguments as the batch has.
 
 A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i. This is the one definition of a "mean over targets":
-training in parts (`weights`), evaluations and accuracies use it. torch's own losses say their w_i (`counting`).
+training in parts (`weights`), evaluations and accuracies use it. For torch's own losses, the w_i are known
+(`counting`).
 """
 
 from __future__ import annotations
@@ -121,9 +122,9 @@ class Loss:
             loss, fields = getattr(out, "loss", None), vars(out) if hasattr(out, "__dict__") else {}
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ModelError(
-                f"model(batch) returned {described(out)}, wanted a loss: a scalar tensor, a mapping with 'loss', "
-                "an object with .loss or a tuple with one scalar. If it returns predictions, give loss_fn= to the "
-                "trainer, for example torch.nn.functional.cross_entropy"
+                "model(batch) must return a loss (a scalar tensor, a mapping with 'loss', an object with .loss or a "
+                f"tuple with one scalar), but returned {described(out)}. If it returns predictions, pass loss_fn= to "
+                "the trainer, for example torch.nn.functional.cross_entropy"
             )
         logits = fields.get("logits")
         metrics = {k: v for k, v in fields.items() if k != "loss" and isinstance(v, Tensor) and v.numel() == 1}
@@ -140,12 +141,12 @@ class Loss:
             if isinstance(batch, tuple | list) and len(batch) > 1:
                 given = f"the last item of a batch is {described(batch[-1])} and no tensor"
             raise DataError(
-                f"loss_fn needs targets, but {given}: wanted (inputs, targets), or a mapping with one of "
+                f"loss_fn needs targets, but {given}: use (inputs, targets), or a mapping with one of "
                 + ", ".join(TARGET_KEYS)
             )
         if isinstance(batch, Mapping) and len(both := [key for key in TARGET_KEYS if key in batch]) > 1:
             raise DataError(
-                f"a batch has several targets for loss_fn, {both}: keep one of these keys, rename the others"
+                f"a batch has several targets for loss_fn, {both}: keep one of these keys and rename the others"
             )
         out = predictions = MISSING
         try:
@@ -159,7 +160,7 @@ class Loss:
             self.explain(error, batch, predictions)
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ModelError(f"loss_fn returned {described(loss)}, wanted a scalar tensor (reduction='mean')")
+            raise ModelError(f"loss_fn must return a scalar tensor (reduction='mean'), but returned {described(loss)}")
         if call is self.model and isinstance(out, Tensor) and isinstance(batch, tuple | list) and loss.dim() == 0:
             self._plain = type(batch)
         return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
@@ -170,7 +171,7 @@ class Loss:
         return counting(self.loss_fn)
 
     def divisor(self, batch: Any, start: int, stop: int) -> float | None:
-        """Return what the loss of a batch's examples from `start` to `stop` divides by; None if it does not say so."""
+        """Return the divisor of the loss of a batch's examples from `start` to `stop`, or None if unknown."""
         targets = whole_targets(batch)
         if targets is None:
             return float(stop - start)

@@ -3,8 +3,9 @@
 If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
 a contrastive loss, micro-batches change the gradient, and no error shows this change.
 
-A test cannot prove that a loss is a mean. torch's own losses say so (`outputs.counting`). Other losses are tested
-before training on few examples of as many classes as possible (`check_parts`), and again during training (`Trials`).
+A test can't prove that a loss is a mean. It is known for torch's own losses (`outputs.counting`). Other losses are
+tested before training on a few examples of as many classes as possible (`check_parts`), and again during training
+(`Trials`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DRAWS = "the model draws random numbers in evaluation mode too"
 
 
 def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) -> bool:
-    """Refuse micro-batches of `size` examples if their gradients do not add up to the whole batch's gradient.
+    """Reject micro-batches of `size` examples if their gradients don't add up to the whole batch's gradient.
 
     Return False if the model cannot be tested.
 
@@ -96,9 +97,9 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
         return True  # training reports such numbers
     if found := unlike(list(named), sums, rounding(worker)):
         raise ModelError(
-            f"{option}: the gradients of a batch's parts do not add up to the whole batch's gradient: {found}. Wanted "
-            f"a loss that is a mean over examples (tested on {batch_examples(few)} examples). A sum, class "
-            f"weights or pairs inside a batch give other gradients in parts. {_instead(option)}"
+            f"{option}: the gradients of a batch's parts do not add up to the whole batch's gradient: {found}. The "
+            f"loss must be a mean over examples (tested on {batch_examples(few)} examples): sums, class weights and "
+            f"pairs inside a batch give other gradients in parts. {_instead(option)}"
         )
     return True
 
@@ -180,7 +181,7 @@ class Trials:
             node, step = worker.at
             raise ModelError(
                 f"{self.option}: the loss of {count} examples is not the mean of its parts at step {step + 1} of node "
-                f"{node}: expected {mean:.6g}, got {whole:.6g}. A sum, class weights or pairs inside a batch give "
+                f"{node}: expected {mean:.6g}, got {whole:.6g}. Sums, class weights and pairs inside a batch give "
                 f"other gradients in parts. {_instead(self.option)}"
             )
 
@@ -269,6 +270,6 @@ def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
     excess = off / limits.clamp(min=1e-300)
     worst = int(excess.nan_to_num(nan=float("inf")).argmax())
     return (
-        f"the gradient of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, "
-        f"wanted under {float(limits[worst]):.2g}"
+        f"the gradient of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, more than "
+        f"{float(limits[worst]):.2g}"
     )

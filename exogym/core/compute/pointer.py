@@ -164,7 +164,7 @@ class Pointer:
 
 
 def kept_by_nodes(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that modules list in `own_buffers`: nodes neither average nor send these.
+    """Return the names of the buffers that modules list in `own_buffers`, which nodes neither average nor send.
 
     Raises:
         ModelError: a module's `own_buffers` is not a list of names of its buffers.
@@ -176,8 +176,8 @@ def kept_by_nodes(model: nn.Module) -> set[str]:
         own = {f"{path}.{key}" if path else key for key in (keys if listed else ())}
         if not listed or not own <= there.keys():
             raise ModelError(
-                f"{OWN} of {type(module).__name__} is {keys!r}: wanted a tuple of names of its buffers, which are "
-                f"{[name for name, _ in module.named_buffers()]}"
+                f"{OWN} of {type(module).__name__} must be a tuple of names of its buffers "
+                f"{[name for name, _ in module.named_buffers()]}, not {keys!r}"
             )
         named |= own
     return named

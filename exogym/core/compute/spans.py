@@ -37,7 +37,7 @@ class RowSpan:
 class Losses(Stateful):
     """Collect the losses of the current stretch.
 
-    In one step of the run, a row may take several local steps, or none. So a sum of losses and a count of local steps
+    In one step of the run, a row may take several local steps or none, so a sum of losses and a count of local steps
     are kept for each row and step.
 
     Attributes:
@@ -65,7 +65,7 @@ class Losses(Stateful):
         self.counts = np.zeros((self.rows, last - first), dtype=np.int64)
 
     def end_at(self, last: int) -> None:
-        """Let the current stretch end at `last`, earlier than planned."""
+        """Shorten the current stretch so that it ends at `last`."""
         count = last - self.first
         self.last, self.sums, self.counts = last, self.sums[:, :count], self.counts[:, :count]
 
@@ -74,7 +74,7 @@ class Losses(Stateful):
         self.under_way = False
 
     def add(self, row: int, columns: Sequence[int] | np.ndarray, values: Tensor) -> None:
-        """Add `values`, the losses (K,) of the row's next K local steps, to the first K of `columns`."""
+        """Add `values`, the losses (K,) of the row's next K local steps, at the first K of `columns`."""
         columns = columns[: len(values)]
         if isinstance(columns, range):
             here = slice(columns.start, columns.stop)
@@ -121,13 +121,13 @@ class Losses(Stateful):
 class Compute(Protocol):
     """A way of computing rows' local steps, "loop" or "vmap". All ways must agree with "loop".
 
-    A way of computing does not measure time. So it may run a span step by step, or with many rows at once.
+    A way of computing doesn't measure time, so it may run a span step by step, or many rows at once.
 
     Attributes:
         fleet: the fleet of this process's rows.
         taken: (rows,) each row's number of local steps so far. This number decides the row's next batch and learning
             rate.
-        together: whether several rows are computed at once. Otherwise the caller can time each row alone.
+        together: whether several rows are computed at once. Otherwise the caller can time each row separately.
         overflowed: whether a gradient of the last `gradients` call overflowed in fp16.
         spoilt: rows whose gradient was not finite in the last `gradients` call.
     """

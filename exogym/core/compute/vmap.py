@@ -1,7 +1,7 @@
 """`compute="vmap"`: compute the gradients of several rows at once with `torch.func.vmap`.
 
-The results equal the results of `compute="loop"` up to rounding. Some models are refused: with dropout, vmap would draw
-other random numbers, and vmap does not support buffers that a step changes (BatchNorm).
+The results equal those with `compute="loop"` up to rounding. Models with dropout are rejected, because vmap would draw
+other random numbers, and so are models whose steps change buffers (BatchNorm), which vmap doesn't support.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How much the parts of a batch weigh in its loss, for training in parts, and for evaluations with other losses than
-torch's.
+"""The weights of a batch's parts in its loss, for training in parts and for evaluations with losses other than torch's.
 
-A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i, so a part of the batch weighs the sum of its w_i.
-torch's own losses say their w_i (`outputs.counting`). For any other loss w_i is 1 for each example, or 1 for each
-target that is not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does
-not show which mean its loss is, so a test computes the loss of two examples together, and of each alone.
+A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i, so the weight of a part is the sum of its w_i. They are
+known for torch's own losses (`outputs.counting`). For any other loss, w_i is 1 for each example, or 1 for each target
+that is not below 0 (torch's `ignore_index` and Hugging Face's -100 exclude targets below 0). To find out which of these
+means the loss is, a test computes the loss of two examples together and separately.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Weights:
     Args:
         close: two losses count as equal up to this relative difference.
         counting: a function from targets to their weights. Without `counting`, tests find the kind of mean.
-        weighs: whether class weights count in the weight of a part of a training step. They do not if a step is the
-            mean over several batches, which weigh as many targets as they count.
+        weighs: whether class weights count in the weight of a part of a training step. They don't if a step is the mean
+            over several batches, which are weighted by their number of counted targets.
 
     The methods' argument `ask` is a function that computes a batch's loss, without gradients and in evaluation mode.
     """
@@ -56,8 +55,8 @@ class Weights:
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
         """Return each part of a batch with its weight; the weights add up to 1.
 
-        A part of weight 0 is replaced by one example of another part. So each process of a node has something to
-        compute, and no part's loss is NaN.
+        A part of weight 0 is replaced by one example of another part, so that each process of a node has work and no
+        part's loss is NaN.
 
         Args:
             bounds: the range (start, stop) of each part's examples.
@@ -82,7 +81,7 @@ class Weights:
         return self._counts(ask, batch) is None
 
     def totals(self, ask: Ask, batch: Any, start: int, stop: int) -> dict[str, float]:
-        """Return what the loss of a batch's examples from `start` to `stop` divides by, for each kind of mean.
+        """Return the divisor of the loss of a batch's examples from `start` to `stop`, for each kind of mean.
 
         The batch has whole numbers as targets, and the loss does not say their weights (`Loss.divisor`). Means of
         several batches take the total of `kind`, once all batches are known. Nothing is refused here.

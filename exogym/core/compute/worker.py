@@ -180,7 +180,7 @@ class Worker:
         if self.scaled:
             self.scaling.unscale(row, self.parameters)
         if total is None:
-            raise DataError("a batch has no examples: check the data set and collate_fn")
+            raise DataError("a batch is empty: check the data set and collate_fn")
         return total
 
     @functools.cached_property
@@ -210,10 +210,10 @@ class Worker:
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def evaluated(self, batch: Any) -> tuple[Any, float | dict[str, float], int]:
-        """Return the part of a batch that this process evaluates, what its loss divides by, and its examples.
+        """Return the part of a batch that this process evaluates, the divisor of its loss, and its number of examples.
 
-        If the loss does not say what it divides by, the result has a total for each kind of mean (`Weights.totals`). A
-        process without a share of the batch gets an example that counts 0.
+        If the divisor is unknown, the result has a total for each kind of mean (`Weights.totals`). A process without a
+        share of the batch gets an example of weight 0.
         """
         total = batch_examples(batch)
         start, stop = (0, total) if self.devices is None else self.devices.evaluated(total)

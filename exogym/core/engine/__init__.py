@@ -1,4 +1,4 @@
-"""The engines. `exogym.core.engine.engines` says what an engine is, and has the engines of this machine."""
+"""The engines. `exogym.core.engine.engines` defines what an engine is, and has the engines of this machine."""
 
 from typing import TYPE_CHECKING
 

@@ -68,15 +68,15 @@ def die_with(parent: int) -> None:
 
 
 def killed(status: int) -> str:
-    """Say which signal killed a process with this status."""
+    """Describe the signal that killed a process with this status."""
     name = signal.Signals(os.WTERMSIG(status)).name
     return f"killed by {name}" + ("; the system does so when memory runs out" if name == "SIGKILL" else "")
 
 
 class Forks(Generic[Item]):
-    """Call a function for several items beside each other, each in its own forked process.
+    """Call a function for several items in parallel, each in its own forked process.
 
-    Nothing is pickled, and what a function returns is lost: let it leave its results in files.
+    Nothing is pickled, and return values are lost, so the function must write its results to files.
 
     Args:
         work: the function.
@@ -116,7 +116,7 @@ class Forks(Generic[Item]):
         return started(code)
 
     def ended(self, running: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """Wait a little, then yield each process that has ended, with the reason if its function failed, or ""."""
+        """Wait briefly, then yield each process that has ended, with the reason if its function failed, or ""."""
         time.sleep(LOOK_S)
         for pid in running:
             done, status = os.waitpid(pid, os.WNOHANG)

@@ -1,11 +1,11 @@
 """The engines. An engine decides which processes hold a run's rows, and runs code in these processes.
 
-Here are the engines whose processes run this script: one process, its forks, or processes that a launcher started. A
-new engine is one more file beside this one, with a class like `Engine`, and an entry in `ENGINES`. If users choose it
-with `Placement(engine=)`, its entry is in `NAMED` instead. A new engine also needs a wire between its processes. If the
-processes form a torch process group, use `ProcessWire`.
+This file has the engines whose processes run this script: one process, its forks, or processes that a launcher started.
+To add an engine, add a file next to this one with a class like `Engine`, and an entry in `ENGINES`, or in `NAMED` if
+users choose it with `Placement(engine=)`. The engine also needs a wire between its processes: `ProcessWire`, if they
+form a torch process group.
 
-The run uses the engine that the user names, otherwise the first engine that applies:
+A run uses the engine that the user names, otherwise the first engine that applies:
 
 >>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))
 >>> [engine.applies(two) for engine in (Group(), Forked(), Alone())]
@@ -74,7 +74,7 @@ class EngineOptions:
 
 
 class Moved(Exception):
-    """Raised to continue the run in other processes, which divide the run's rows anew. Such a move is not a failure.
+    """Raised to continue the run in other processes, with the rows divided anew. This is not a failure.
 
     Args:
         why: the reason, as text.
@@ -141,7 +141,7 @@ def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None)
     """
     if processes > num_nodes:
         raise ArgumentError(
-            f"{processes} processes for num_nodes={num_nodes}: every process needs a node; start at most {num_nodes}"
+            f"{processes} processes for num_nodes={num_nodes}: every process needs a node, so start at most {num_nodes}"
         )
     counts = [num_nodes // processes + (k < num_nodes % processes) for k in range(processes)]
     if speeds is not None:
@@ -246,10 +246,10 @@ class Group:
             return found
 
 
-ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
+ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first one that applies is used
 # The names for `Placement(engine=)` -> an engine's module and class, imported when a run needs them.
 NAMED = {"ray": ("exogym.clusters.ray", "Ray")}
-# Who takes an option `node` -> the module and class that make nodes of several devices of it.
+# The function with the option `node` -> the module and class of its nodes of several devices.
 DEVICES = {"fit": ("exogym.mesh.nodes", "MeshNodes"), "attach": ("exogym.mesh.attached", "Shards")}
 
 
@@ -265,7 +265,7 @@ def named_engine(name: str) -> type[Engine]:
 
 
 def several_devices(where: str) -> Any:
-    """Return the class that makes nodes of several devices of the option `node` of `where`, "fit" or "attach".
+    """Return the class of the nodes of several devices for the option `node` of `where`, "fit" or "attach".
 
     >>> several_devices("fit").sharing([2, 2])
     NodeMesh(shard=2, tensor=1, stages=1, microbatches=None, parallelize=None, zero=3, probe=True)

@@ -1,4 +1,4 @@
-"""Equal models at the start of a run whose processes have each built their own."""
+"""Equalize the models at the start of a run whose processes have each built their own."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def start_equal(model: nn.Module, wire: Wire) -> None:
         there, here = next(pair for pair in itertools.zip_longest(models[0], models[unlike]) if pair[0] != pair[1])
         raise ModelError(
             f"the model of node {unlike // parts} has other names, shapes, dtypes or frozen parameters than the model "
-            f"of node 0: {here}, not {there}; make the same model in every process, from the same data and arguments"
+            f"of node 0: {here}, not {there}; build the same model in every process, from the same data and arguments"
         )
     if any(values != told[0][1] for _, values in told[:parts]):
         raise ModelError(
-            "node 0's processes have different values of buffers or frozen parameters: make the same model in every "
+            "node 0's processes have different values of buffers or frozen parameters: build the same model in every "
             "process"
         )
     own = [sum_of(x) for x in tensors.values()]
@@ -50,7 +50,7 @@ def start_equal(model: nn.Module, wire: Wire) -> None:
     sent = {name: x for (name, x), far in zip(tensors.items(), anywhere, strict=True) if far}
     if sparse := [name for name, x in sent.items() if x.layout != torch.strided]:
         raise ModelError(
-            f"the nodes start with different models, and sparse buffers such as {sparse[0]!r} cannot be sent: make "
+            f"the nodes start with different models, and sparse buffers such as {sparse[0]!r} cannot be sent: build "
             "the same model in every process, for example after torch.manual_seed(0)"
         )
     with torch.no_grad():

@@ -1,9 +1,9 @@
 """Run in processes forked from the caller's process, on one machine, with rows in shared memory.
 
 `run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
-block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
+block. A fork takes a millisecond and gives each process the current model and data, so nothing is pickled, and models,
 functions and data sets from a notebook cell work. The processes wait for each other over pairs of sockets, without any
-port. The main process notices if another process dies or hangs. If it ends itself, the system ends the others.
+port. The main process notices if another process dies or hangs, and if it ends itself, the system ends the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run_forked(
     """Run `body(wire)` here and in a forked process for each other block of rows. Return the result of this process.
 
     A forked process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.engine.hangs`). None means
-    no limit. This process, which the user has started, has no limit, as if it ran alone.
+    no limit. This process, which the user started, has no limit, as if it ran alone.
 
     Raises:
         WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
@@ -114,7 +114,7 @@ class _Child:
         self.status: int | None = 0  # nothing runs before the fork
 
     def write_report(self, error: BaseException) -> None:
-        """In the forked process: leave `error` to the main process."""
+        """In the forked process: report `error` to the main process."""
         self.report.write(pickle.dumps(packed(error)))
         self.own_line.shutdown(socket.SHUT_RDWR)  # also if processes that this one started hold the line
 
@@ -153,7 +153,7 @@ class _Child:
             given, text = pickle.loads(report)
             return unpacked(given, text, who)
         if os.WIFSIGNALED(self.status):
-            return WorkerError(f"{who} was {killed(self.status)}; earlier checkpoints are valid")
+            return WorkerError(f"{who} was {killed(self.status)}; earlier checkpoints remain valid")
         return WorkerError(
             f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints are valid"
         )

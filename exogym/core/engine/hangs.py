@@ -1,6 +1,6 @@
 """Find hung processes, show their stacks, and kill them.
 
-A process's pulse (`exogym.core.base.pulse`) may stand still for
+A process's pulse (`exogym.core.base.pulse`) may stay unchanged for
 
 - `hang_s` seconds in a step;
 - `PATIENCE` times as long at the start, in the first step, an evaluation, a checkpoint or a callback;
@@ -44,7 +44,7 @@ SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(si
 
 
 class Patience:
-    """Measures how long a pulse has stood still, and compares this time with the limit for the process's activity.
+    """Measure how long a pulse has been unchanged, and compare this time with the limit for the process's activity.
 
     Time in which the watching process itself was stopped does not count.
 
@@ -66,7 +66,7 @@ class Patience:
         self._seen = -1
 
     def spent(self, seconds: float) -> bool:
-        """Read the pulse, `seconds` after the previous call. Return whether the pulse has stood still for too long."""
+        """Read the pulse `seconds` after the previous call. Return whether it has been unchanged for too long."""
         if self.words[0] != self._seen:
             self._seen, self._looked_s = self.words[0], 0.0
             return False
@@ -126,8 +126,8 @@ def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[No
     Args:
         hang_s: seconds without progress after which a process counts as hung. None means no watcher.
         rank: this process's rank, for the message.
-        or_others: text after the rank in the message. It names other processes that may be hung instead. This process
-            may wait for these processes inside a step, and the watcher does not see such waiting.
+        or_others: text after the rank in the message, which names other processes that may be hung instead: this
+            process may wait for them inside a step, which the watcher can't see.
     """
     if hang_s is None:
         yield

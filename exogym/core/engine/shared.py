@@ -24,7 +24,7 @@ TOKEN_BYTES = 8
 
 
 class Lost(Exception):
-    """Raised when another process has ended too early."""
+    """Another process has ended too early."""
 
     def __init__(self, process: int):
         super().__init__(process)
@@ -32,7 +32,7 @@ class Lost(Exception):
 
 
 class Hung(Lost):
-    """Raised when another process hangs."""
+    """Another process hangs."""
 
     def __init__(self, process: int, patience: Patience):
         super().__init__(process)
@@ -42,9 +42,9 @@ class Hung(Lost):
 class SharedWire(Wire):
     """Carries rows between processes that share `memory`.
 
-    A reduction works piece by piece; a piece is as many columns as fit into `memory`. Each process writes its rows, and
-    waits for the others. Then each process sums its share of the columns, in the fixed tree over node ids, and waits
-    again. At last each process reads the sum. Every row is copied twice and every sum once.
+    A reduction works in pieces of as many columns as fit into `memory`. Each process writes its rows and waits for the
+    others, sums its share of the columns in the fixed tree over node ids and waits again, and finally reads the sum.
+    Every row is copied twice and every sum once.
 
     Args:
         placement: node ids of each process, together 0..N-1 ascending.
@@ -106,7 +106,7 @@ class SharedWire(Wire):
         if strangers := [k + 1 for k, token in enumerate(tokens) if token & ~1 != mark]:
             raise TrainingError(
                 f"this process calls {call[0]}, but worker process {strangers[0]} makes another call. Every process "
-                "must make the same calls in the same order. A callback runs in one process only: let it use the loop "
+                "must make the same calls in the same order. A callback runs in one process only: use the loop in it "
                 "(loop.evaluate(node), loop.save()), not the fleet or its communicator"
             )
         answer = any(token & 1 for token in tokens) or flag

@@ -1,11 +1,11 @@
 """The wire between the processes of a `torch.distributed` group.
 
-The exact reduction gives the same bits as a run in one process. The reduction cuts the columns into one slice per
-process. An all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node
-ids. An all-gather joins the slices. If each process holds one row, the exact reduction moves as many bytes as a ring.
-Rows that fit into a packet are not cut, unless there are many processes: each process gets and sums all rows. This
-saves the all-gather's latencies.
-If only the members need the result, only their processes take part. With `native`, torch's own all-reduce runs instead.
+The exact reduction is bitwise identical to a run in one process. It cuts the columns into one slice per process: an
+all-to-all gives each process its slice of every row, the process sums it in the fixed tree over node ids, and an
+all-gather joins the slices. If each process holds one row, this moves as many bytes as a ring. Rows that fit into a
+packet are not cut, unless there are many processes: each process gets and sums all rows. This saves the all-gather's
+latencies. If only the members need the result, only their processes take part. With `native`, torch's own all-reduce
+runs instead.
 """
 
 from __future__ import annotations
@@ -248,9 +248,8 @@ class ProcessWire(Wire):
         The tensor from process `team[k]` has `sizes[k]` elements. Tensors of at most `AT_ONCE_BYTES` move at the same
         time. Larger ones move in rounds, in which each process has one sender and one receiver.
 
-        gloo sends nothing before the peer is ready to receive, and a ready signal takes a latency. So all receives
-        begin first. A ready signal travels on the same connection as data, so later signals would also wait for data.
-        NCCL needs the receives and sends of a round together.
+        gloo sends nothing before the peer is ready to receive, and a ready signal takes a latency and shares the
+        connection with data, so all receives begin first. NCCL needs the receives and sends of a round together.
         """
         incoming = [outgoing[0].new_empty(size) for size in sizes]
         here, n = team.index(self.process), len(team)

@@ -1,10 +1,10 @@
 """Redistribute the columns of a row inside a node, for modules that need whole tensors or the whole row.
 
-If a node has several processes, each process holds a part of every parameter. A module that cannot work on parts gets
-whole parameters. If the module needs "tensors", each process gets some whole parameters, with about equally many
-numbers per process. If it needs the "row", the first process gets all parameters. The columns move before the module
-acts, and move back afterward. With k processes, (k-1)/k of the columns move inside the node each time. The module's
-traffic between nodes does not change.
+If a node has several processes, each process holds a part of every parameter, but a module that can't work on parts
+needs whole parameters. If it needs "tensors", each process gets some whole parameters, with about equally many numbers
+per process; if it needs the "row", the first process gets all parameters. The columns move before the module acts and
+move back afterward. With k processes, (k-1)/k of the columns move inside the node each time. The module's traffic
+between nodes doesn't change.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Dealing:
             dtypes = ", ".join(str(block.layout.dtype) for block in fleet.blocks)
             raise ModelError(
                 f"the model has parameters of {dtypes}, but with node= a strategy that acts on whole {kind} needs one "
-                "dtype: convert the model, or take a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
+                "dtype: convert the model, or use a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
             )
         self.fleet, self.columns = fleet, fleet.comm.wire.columns
         (block,) = fleet.blocks

@@ -24,7 +24,7 @@ ALIGNMENT_BYTES = 64
 def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int = 0) -> Tensor:
     """Return an uninitialized (rows, width) matrix whose rows all start at a 64-byte boundary.
 
-    Kernels may round differently at different alignments. So equal alignment is needed for the same bits.
+    Kernels may round differently at different alignments, so identical bits need equal alignment.
 
     Args:
         room: number of elements that the memory has after the last row.
@@ -39,7 +39,7 @@ class Block:
     """Hold the columns of one dtype, for all rows of this process.
 
     Attributes:
-        layout: where each parameter lies in a row.
+        layout: the place of each parameter in a row.
         params: (rows, P) parameters, the matrix X of the equations.
         grads: (rows, P) gradients, or None if the strategy needs no gradients. After an average, all rows are the same
             memory (stride 0).
@@ -86,9 +86,9 @@ class Fleet:
         ranks: the rank of the node in each row.
         num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
-        names: names of all trainable parameters of the model, in the module's order. The order of the blocks is another
-            if the model has several dtypes.
-        hidden: names of the matrices that turn one hidden vector into another. The optimizer Muon needs these names.
+        names: names of all trainable parameters of the model, in the module's order, which differs from the blocks'
+            order if the model has several dtypes.
+        hidden: names of the matrices that map one hidden vector to another, for the optimizer Muon.
         state: the `State` that a checkpoint saves. It has the rows, byte counts and other objects' state.
         parts: the layouts in all processes of one node. `parts[k][b]` is the layout of block b in the node's process k.
     """
@@ -202,13 +202,13 @@ class Fleet:
         return {name: rows for name, rows in self.buffers.items() if name not in self.own}
 
     def keep_own(self, names: Iterable[str]) -> None:
-        """Leave the buffers `names` to each node from now on. Their rows are equal."""
+        """From now on, don't average or send the buffers `names`, whose rows are equal now."""
         self.own = {name: self.buffers[name][0].clone() for name in names}
         if self.own:
             self.state.register("own", _Own(self))
 
     def forget_own(self, nodes: Sequence[int]) -> None:
-        """Give `nodes`, which have lost their state, their own buffers as before training."""
+        """Reset the own buffers of `nodes`, which have lost their state, to the values before training."""
         for name, value in self.own.items():
             self.buffers[name][rows_of(self, nodes)] = value
 

@@ -1,4 +1,4 @@
-"""Compute where each named parameter lies in a row of the fleet matrix.
+"""Compute the place of each named parameter in a row of the fleet matrix.
 
 Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in the order of
 `named_parameters()`. Tied parameters share one column range. Frozen parameters have no columns, because all nodes share
@@ -88,7 +88,7 @@ class Layout:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def here(self, indices: Tensor) -> Tensor:
-        """Find columns of the whole row in this part; return their positions in this part, in ascending order.
+        """Return the positions in this part of columns of the whole row, in ascending order.
 
         `indices` are the columns' numbers in the whole row, ascending. Columns that this part lacks are ignored.
         """
@@ -146,7 +146,7 @@ HEADS = ("head", "lm_head", "classifier", "score")
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
-    """Return the names of the trainable parameters that turn one hidden vector into another.
+    """Return the names of the trainable parameters that map one hidden vector to another.
 
     These are the parameters with two dimensions, both over 1, except embeddings and the head. A parameter counts as an
     embedding by its module's class or by its name. So a tied head counts as an embedding, too. If the model has the

@@ -1,4 +1,4 @@
-"""What a node that returns takes from a node that was present all the time, with the traffic of this transfer."""
+"""Transfers from a node that was present all the time to nodes that return, with their traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exogym.core.fleet.fleet import Fleet, rows_of
 
 
 def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
-    """Let the node `source` send its row of `x` (rows, ...) to `nodes`, which overwrite their own rows of `x`.
+    """Send node `source`'s row of `x` (rows, ...) to `nodes`, whose rows of `x` it overwrites.
 
     The transfer is recorded as a broadcast among these nodes, with the row's bytes as payload.
 
@@ -26,7 +26,7 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
 
 
 def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
-    """Record the traffic by which returning `nodes` get `tensors` that all nodes share.
+    """Record the traffic of `tensors` that all nodes share and returning `nodes` receive.
 
     The traffic is recorded as broadcasts from a node that was present all the time.
     """
@@ -38,7 +38,7 @@ def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -
 def take_state(
     fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Let the node `source` send its named tensors to `nodes`.
+    """Send node `source`'s named tensors to `nodes`.
 
     Return the tensors in each process with one of `nodes`, and {} in other processes. The traffic is recorded as
     broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.

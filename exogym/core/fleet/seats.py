@@ -1,9 +1,9 @@
 """Seats: rows that nodes use in turn, if a fleet has more nodes than rows.
 
-If only few of N nodes take part in a round, only these nodes need rows. Before nodes act, each gets an unused row, and
-the node's own state (step count, inner optimizer, control variate) is copied into the row. When another node gets the
-row, this state goes into a store. Parameters are not stored: the strategy gives parameters to its nodes when they get a
-row. No result depends on which node has which row.
+If only a few of N nodes take part in a round, only they need rows. Before nodes act, each gets an unused row, into
+which its own state (step count, inner optimizer, control variate) is copied. When another node gets the row, this state
+moves to a store. Parameters are not stored, because the strategy sets a node's parameters when it gets a row. No result
+depends on which node has which row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exogym.core.fleet.fleet import Fleet
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import CheckpointError, StrategyError, TrainingError
 
-NOT_KEPT = ("fleet", "losses")  # parts of the state that nodes without a row do not have
+NOT_KEPT = ("fleet", "losses")  # parts of the state that nodes without a row don't have
 
 
 def rows_for(most: int, processes: int) -> int:
@@ -131,7 +131,7 @@ class Store:
 
 
 class Seats:
-    """Assign the rows of `fleet` to nodes. Make this object after all state is registered with the fleet.
+    """Assign the rows of `fleet` to nodes. Create this object after all state is registered with the fleet.
 
     All processes must make the same calls together.
 
@@ -144,7 +144,7 @@ class Seats:
         working: the sorted ranks of the nodes that act next. They are among `nodes`.
 
     Raises:
-        StrategyError: the rows begin with different state. A node that gets a row later could not know its own state.
+        StrategyError: the rows begin with different state, so a node that gets a row later could not know its own.
     """
 
     def __init__(self, fleet: Fleet, store: Store, arrived: Callable[[Sequence[int]], None] | None = None):

@@ -1,4 +1,4 @@
-"""A run's progress bar: an observer that draws on a terminal, and prints a line now and then elsewhere."""
+"""A run's progress bar: an observer that draws on a terminal, and prints occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ class Bar(Observer):
 
     Args:
         total_steps: the run's last step.
-        wanted: the option `progress`. With True and None, a bar is shown if stderr is a terminal. If stderr is no
-            terminal, True prints a plain line every 10 seconds, and None every 30 seconds, so that a short run prints
-            nothing.
+        wanted: the option `progress`. True and None show a bar if stderr is a terminal. Otherwise True prints a plain
+            line every 10 seconds, and None every 30 seconds, so that a short run prints nothing.
 
     A `beat` takes about a microsecond. The bar is drawn at most ten times a second, which takes at most 1 % of the
     time.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class History(Rows):
-    """A run's records: a sequence of rows in the order of steps. A step's first row is the averaged model's.
+    """A run's records: a sequence of rows in step order, in which each step's first row is the averaged model's.
 
     Each row is a dict with the keys
 
@@ -34,9 +34,9 @@ class History(Rows):
     - `payload_bytes`, `tx_bytes`, `rx_bytes`: the mean over the nodes, since the run's start; the same in all rows of a
       step;
     - `wall_s` (seconds since the start), `time_s` (predicted seconds, with a virtual clock);
-    - each further metric, such as `memory_bytes` or a function given as a metric.
+    - any other metric, such as `memory_bytes` or a function that you passed as a metric.
 
-    Missing values are `None`. A node that did not train in a step has no row for it.
+    Missing values are `None`. A node that did not train in a step has no row for this step.
 
     >>> history = History()
     >>> history.add_evaluation(0, 0, {"val_loss": 2.5})
@@ -58,8 +58,7 @@ class History(Rows):
     def last(self) -> Row:
         """The averaged model's newest row, with `None` for unknown values.
 
-        All values belong to one step. If that step is an evaluation between two logged steps, the row has no
-        `train_loss`.
+        All values are from one step. If it was evaluated but not logged, the row has no `train_loss`.
 
         Raises:
             ArgumentError: the history has no row of the averaged model yet.
@@ -74,8 +73,7 @@ class History(Rows):
         return list(self.rows_after(-1, node))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column of the averaged model or of `node`: its K steps (int64) and K values, without missing
-        values.
+        """Return a column of the averaged model or of `node`, without missing values: K steps (int64) and K values.
 
         Raises:
             ArgumentError: the history has no such column.
@@ -111,12 +109,12 @@ class History(Rows):
     # Seeing
 
     def plot(self, *columns: str, against: str = "step") -> Figure:
-        """Plot the averaged model's records: a matplotlib figure with a panel per column. All losses share one panel.
+        """Plot the averaged model's records as a matplotlib figure with a panel per column; all losses share one panel.
 
         A notebook shows the figure; `figure.savefig("loss.png")` writes it.
 
         Args:
-            columns: columns to draw. Default: the losses and the accuracy that the history has.
+            columns: columns to draw. Default: the history's losses and accuracy.
             against: the column on the horizontal axis: "step", "tx_bytes", "time_s", ...
 
         Raises:
@@ -133,7 +131,7 @@ class History(Rows):
     # Files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the history to the safetensors file `path`, completely or not at all.
+        """Write the history to the safetensors file `path`, atomically.
 
         Raises:
             OSError: the file cannot be written.
@@ -171,7 +169,7 @@ class History(Rows):
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row to a CSV file with a header. Missing values are empty.
 
-        The file is written completely or not at all.
+        The file is written atomically.
 
         Raises:
             ArgumentError: the path cannot be written.
@@ -182,7 +180,7 @@ class History(Rows):
                 writer.writerow(self.columns)
                 writer.writerows(row.values() for row in self)
         except (OSError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another path") from error
+            raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): pass another path") from error
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return every row as a pandas DataFrame. `node` is <NA> for the averaged model.

@@ -33,7 +33,7 @@ class Evaluator:
         worker: the object that computes the model's outputs.
         stream: the validation set's examples, in order.
         metrics: functions by name. Each takes a batch's predictions and targets, and returns a mean over the batch.
-        limit: evaluate on at most this many examples, from the start. None means all examples.
+        limit: evaluate on at most this many examples from the start. None means all.
     """
 
     def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):
@@ -42,10 +42,10 @@ class Evaluator:
     def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor], node: int | None = None) -> dict[str, float]:
         """Return val_loss, val_accuracy if predictions are known, and val_<name> for each metric.
 
-        The loss is the mean over all targets that it counts (`Worker.evaluated`), however they lie in batches; so are
-        the accuracy and the metrics that the model returns. The values of `metrics` are means over examples. `vectors`
-        holds (P,) per block. With `node`, the examples are the node's own validation set; otherwise they are all
-        nodes' validation sets.
+        The loss, the accuracy and the metrics that the model returns are means over all targets that the loss counts
+        (`Worker.evaluated`), regardless of batches. The values of `metrics` are means over examples. `vectors` holds
+        (P,) per block. If `node` is given, the examples are its own validation set, otherwise all nodes' validation
+        sets.
         """
         found: list[Value] = []
         worker = self.worker
@@ -80,7 +80,7 @@ class Evaluator:
             if output.predictions is None or output.targets is None:
                 raise TrainingError(
                     f"metric {name!r} needs predictions and targets, but the model's output has only a loss: return a "
-                    "mapping with 'logits' beside 'loss', or use loss_fn="
+                    "mapping with 'logits' and 'loss', or use loss_fn="
                 )
             yield f"val_{name}", float(function(output.predictions, output.targets)), examples
 

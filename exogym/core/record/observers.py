@@ -1,7 +1,7 @@
 """Observers of a run: objects, such as loggers, that receive the run's records and events.
 
-The history is not an observer, because records come from it. Callbacks are not observers either, because a callback may
-stop the run and needs all processes.
+The history is not an observer, because it produces the records, and callbacks are not observers, because they may stop
+the run and need all processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEP_S = 1.0  # between two writes of a step
 
 
 class Observer:
-    """Base class of observers. A subclass overrides the methods that it needs. Only the main process calls them.
+    """Base class of observers. Override the methods that you need. They are called only in the main process.
 
     Attributes:
         reads_records: whether the observer needs records. If False, `log` is not called.
@@ -38,29 +38,29 @@ class Observer:
         """
 
     def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
-        """Replace all earlier records of this run by `records()`. The run continues after these records.
+        """Replace all earlier records of this run with `records()`, after which the run continues.
 
-        A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
-        that lost a host and returns to a checkpoint calls this method, too. The method of the base class does nothing.
+        A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`, and so
+        does a run that lost a host and returns to a checkpoint. The base class does nothing.
         """
 
     def log(self, record: Fields) -> None:
-        """Receive one record, a row of the run's history. Records come in the order of steps."""
+        """Receive one record, a row of the run's history, in step order."""
 
     def event(self, event: Fields) -> None:
         """Receive an event. The event's kind is in `event["kind"]`, and its step in `event["step"]`."""
 
     def beat(self, step: int, figures: Fields) -> None:
-        """Called from time to time while the run makes progress. `step` steps are done.
+        """Called regularly while the run makes progress. `step` steps are completed.
 
         Args:
-            figures: newest loss, val_loss and tx_bytes; often empty.
+            figures: the latest loss, val_loss and tx_bytes; often empty.
         """
 
     def finish(self, summary: Fields) -> None:
-        """Finish after training, also if training failed or was interrupted.
+        """Finish after training, even if it failed or was interrupted.
 
-        The event that says how the run ended comes before.
+        The event that reports how the run ended comes first.
 
         Args:
             summary: the averaged model's last record.
@@ -68,9 +68,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes each call to several observers. If an observer fails to start, the observers that have started are
-    finished.
-    """
+    """Pass each call to several observers. If one fails to start, those that have started are finished."""
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self.all = list(observers)

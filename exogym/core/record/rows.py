@@ -1,8 +1,8 @@
 """A run's records, stored as columns, so that 1,000 nodes x 10,000 steps fit in 40 MB.
 
-A step's first row is the averaged model's (`node=None`). Then follow the rows of the nodes that trained in this step,
-by id. Losses of nodes are stored in float32 blocks (nodes, steps). A value that is equal for all nodes of a step is
-stored once. A row becomes a dict only when somebody reads it.
+A step's first row is the averaged model's (`node=None`), followed by the rows of the nodes that trained in this step,
+by id. Nodes' losses are stored in float32 blocks (nodes, steps), and values that are equal for all nodes of a step are
+stored once. A row becomes a dict only when it is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
         value = value.item()  # numpy scalars and arrays of one value; tensors of no dimension
     if value is not None and not isinstance(value, str | int | float):
         raise ArgumentError(
-            f"a metric must be one number, text or None, not {value!r}: reduce it first, or call .item()"
+            f"a metric must be a single number, a text or None, not {value!r}: reduce it first, or call .item()"
         )
     if isinstance(value, str) and not value.isascii():
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -107,7 +107,7 @@ class Rows(Sequence[Row]):
         if losses.shape != (len(ids), len(steps)) or epochs.shape != steps.shape or lr.shape != steps.shape:
             raise ArgumentError(
                 f"losses {losses.shape}, epochs {epochs.shape} and lr {lr.shape} do not fit {len(ids)} nodes and "
-                f"{len(steps)} steps: give losses (nodes, steps), and one epoch and lr per step"
+                f"{len(steps)} steps: pass losses (nodes, steps), and one epoch and lr per step"
             )
         if span is None:
             if not len(steps):
@@ -115,8 +115,8 @@ class Rows(Sequence[Row]):
             span = int(steps[0]), int(steps[-1])
         if span[0] <= self._last or np.any(np.diff([span[0] - 1, *steps, span[1] + 1]) <= 0):
             raise ArgumentError(
-                f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after "
-                f"step {self._last}, the last recorded step: give each step once, in order"
+                f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after step "
+                f"{self._last}, the last recorded step: pass each step once, in order"
             )
 
         new = self._blank(len(steps))
@@ -162,7 +162,7 @@ class Rows(Sequence[Row]):
                 `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
-            raise ArgumentError(f"values has the keys {sorted(wrong)}: give these keys as arguments instead")
+            raise ArgumentError(f"values has the keys {sorted(wrong)}: pass them as arguments instead")
         step, node = int(step), None if node is None else int(node)
         clean = {plain(str(name)): plain(value) for name, value in values.items()}
         line = self._line(step)
@@ -176,7 +176,7 @@ class Rows(Sequence[Row]):
         evaluated = self._evaluations.setdefault(step, {})
         acted = self._buffer["block"][line] >= 0 if node is None else node in self._losses(line, node)
         self._buffer["rows"][line] += node not in evaluated and not acted
-        if node is None:  # values of the whole step stand in all its rows
+        if node is None:  # values of the whole step are in all its rows
             for name in (*BYTES, "wall_s", "time_s"):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)

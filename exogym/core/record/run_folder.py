@@ -14,8 +14,8 @@ A resumed run appends to the events. It rewrites the records up to its first ste
 a power cut may lose the newest records, while a checkpoint on the disk is complete.
 
 A running run locks its folder (see `exogym.core.base.locks`), so two runs never write to one folder. A full disk or a
-lost folder does not end the training. The run prints one notice, and writes `trouble` into status.json as soon as it
-can write again. After a record or event is lost, the run appends no further record or event.
+lost folder doesn't end training: the run prints one notice, and writes `trouble` into status.json as soon as it can
+write again. Once a record or event is lost, the run appends no more of them.
 """
 
 from __future__ import annotations
@@ -81,22 +81,23 @@ class RunFolder(OnDisk):
         if strange := [name for name in there if not is_plain(self.folder / name)]:
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r}: {strange[0]} is a link, a folder, a pipe or a device. Remove it, or "
-                "give another folder"
+                "pass another folder"
             )
         if there and not self.resume:
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run already: give another folder, or resume it with resume=True"
+                f"run_dir={str(self.folder)!r} already holds a run: pass another folder, or resume the run with "
+                "resume=True"
             )
 
     def _check_nothing_is_lost(self) -> None:
-        """For a run that starts at step 0: refuse to overwrite a run with results; print a notice for any other."""
+        """For a run that starts at step 0: don't overwrite a run with results; print a notice for any other."""
         state, asked = read_status(self.folder).get("state"), os.environ.get(RESUME)
         was_asked = asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder)
         if state == "done" or (state is not None and was_asked):
             raise ArgumentError(
                 f"run_dir={str(self.folder)!r} holds a run ({state}) without a checkpoint to resume from, so it would "
-                "start anew and overwrite its records: give another folder. With save_dir or checkpoint_interval a run "
-                "saves checkpoints"
+                "start anew and overwrite its records: pass another folder. To save checkpoints, pass save_dir or "
+                "checkpoint_interval"
             )
         if state is not None:
             notice(f"{self.folder} holds a run ({state}) without a checkpoint: starting at step 0")
@@ -105,7 +106,7 @@ class RunFolder(OnDisk):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
-            self._check()  # again: another run may have started and ended meanwhile
+            self._check()  # again, because another run may have started and ended in the meantime
             self._begin(run)
         except OSError as error:
             self._let_go()
@@ -142,7 +143,7 @@ class RunFolder(OnDisk):
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if not is_same(name, before[name], now[name])]:  # fmt: skip
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds another run: give another folder. The runs differ in\n  "
+                f"run_dir={str(self.folder)!r} holds another run: pass another folder. The runs differ in\n  "
                 + "\n  ".join(unlike)
             )
 

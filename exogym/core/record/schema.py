@@ -1,8 +1,8 @@
 """The fields of a run folder's files, in one table for writing and reading.
 
-A run folder may come from another machine or program. So every reader uses this module to check the file's size, UTF-8,
-JSON and nesting depth. It also checks for each field that is used whether its type and length are right and its numbers
-are finite. If a check fails, an `ArgumentError` names the file and the field.
+A run folder may come from another machine or program, so every reader uses this module to check the file's size, UTF-8,
+JSON and nesting depth, and the type, length and finiteness of each field that is used. If a check fails, an
+`ArgumentError` names the file and the field.
 
 >>> check_file("status.json", {"state": "running", "step": 3})
 >>> check_file("status.json", {"state": "running", "started_s": "x"})
@@ -35,7 +35,7 @@ LINE_BYTES = 1 << 20  # longest line of records or events
 MOST_DEPTH = 64  # deepest nesting of objects and lists
 MOST_NODES = 1 << 24
 LIMIT = 1e300
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how ExoGym writes numbers that JSON lacks
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how ExoGym writes numbers that JSON doesn't have
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LABEL, TEXT = 1000, 20_000  # characters
 MOST_LABELS, MOST_CELLS, MOST_SEEDS = 1000, 5000, 10_000
@@ -45,7 +45,7 @@ _decoded = json.JSONDecoder(parse_constant=str).decode  # made once: a record ta
 
 @dataclass(frozen=True)
 class Kind:
-    """A field's kind: the values that are allowed. The value None means "not known", and is always allowed."""
+    """A field's kind: the allowed values. None means "unknown" and is always allowed."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -223,7 +223,7 @@ def read_file(path: str | os.PathLike[str]) -> Row:
     except ValueError as error:
         raise ArgumentError(f"{path.name} is not complete JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
-        raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted a JSON object")
+        raise ArgumentError(f"{path.name} must hold a JSON object, not {reprlib.repr(found)}")
     check_file(path.name, found)
     return found
 
@@ -316,7 +316,7 @@ def _check(where: str, kinds: Mapping[str, Kind], found: Mapping[str, Any], othe
 
 
 def _is_of_numbers(row: Row) -> bool:
-    """Return True for a record of numbers only, as most are: it fits. False: check each field."""
+    """Return True for a record that has only numbers, as most do. If False, each field must be checked."""
     values = [value for value in row.values() if value is not None]
     if not set(map(type, values)) <= {int, float} or not (min(values) >= -LIMIT and max(values) <= LIMIT):
         return False

@@ -63,7 +63,7 @@ def _panels(history: History, columns: Sequence[str]) -> list[list[str]]:
     if not columns:
         columns = [name for name in (*LOSSES, "val_accuracy") if len(history.column(name)[0])]
     if not columns:
-        raise ArgumentError("the history has no loss to draw yet: call fit first, or name the columns to draw")
+        raise ArgumentError("the history has no loss to draw yet: call fit first, or pass the columns to draw")
     losses = [name for name in columns if name in LOSSES]
     return [*([losses] if losses else []), *([name] for name in columns if name not in LOSSES)]
 
@@ -72,5 +72,5 @@ def _numbers(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     steps, values = history.column(name)
     if values.dtype == object or not len(values):
         what = "text" if len(values) else "no value of the averaged model"
-        raise ArgumentError(f"column {name!r} holds {what}, and cannot be drawn: name a column of numbers")
+        raise ArgumentError(f"column {name!r} holds {what} and cannot be drawn: pass a column of numbers")
     return steps, values

@@ -1,4 +1,4 @@
-"""Checkpoints: a run's whole state, written completely or not at all.
+"""Checkpoints: a run's whole state, written atomically.
 
 A checkpoint is a folder `step_<number>` with
 
@@ -64,11 +64,10 @@ def save(
     """Write `snapshot` as a checkpoint, and return the checkpoint's folder. Remove all but the newest `keep`
     checkpoints.
 
-    The checkpoint is written completely or not at all.
+    The checkpoint is written atomically.
 
-    Checkpoints of later steps do not count among the newest, because the run could not resume from them. With several
-    processes, each process calls this function with its own rows. Each folder's keeper writes the main process's shared
-    state there.
+    Checkpoints of later steps are not counted, because the run could not resume from them. Each process calls this
+    function with its own rows, and each folder's keeper writes the main process's shared state there.
 
     Raises:
         CheckpointError: a disk is full, or the folder cannot be written. Earlier checkpoints remain.
@@ -157,7 +156,7 @@ def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepe
             if _order(old.name) < kept[0]:
                 _remove(old)
         except OSError as error:
-            left.append(f"{old} could not be removed ({error}). It only takes space: remove it yourself")
+            left.append(f"{old} could not be removed ({error}). It only takes up space: remove it yourself")
     barrier(wire)
     for text in left:
         warn(text)

@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class RowsElsewhere(CheckpointError):
-    """Raised when a process's checkpoint folder lacks files with rows that the process needs."""
+    """A process's checkpoint folder doesn't have the files with rows that the process needs."""
 
     def __init__(self, path: Path, files: list[str]):
         super().__init__(f"{path} lacks {', '.join(files)}, with rows of this process's nodes")

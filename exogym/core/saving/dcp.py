@@ -92,9 +92,9 @@ def export_dcp(
     subject.check(snapshot)
     folder = Path(folder)
     if node is not None and node not in snapshot.rows:
-        raise ArgumentError(f"node={node!r} has no row in {snapshot.path}: give one of {sorted(snapshot.rows)}")
+        raise ArgumentError(f"node={node!r} has no row in {snapshot.path}: pass one of {sorted(snapshot.rows)}")
     if folder.exists() or folder.is_symlink():
-        raise ArgumentError(f"folder={str(folder)!r} exists: name a new folder")
+        raise ArgumentError(f"folder={str(folder)!r} exists: pass a new folder")
     wanted = {i: folder / f"node_{i}" for i in sorted(snapshot.rows)} if node is None else {node: folder}
     made = missing_folders(folder.parent)
     try:
@@ -103,7 +103,7 @@ def export_dcp(
                 _write(subject.state(snapshot.rows[i]), temporary / target.relative_to(folder))
     except OSError as error:
         remove_folders(made)
-        raise ArgumentError(f"folder={str(folder)!r} cannot be written ({error}): name another folder") from error
+        raise ArgumentError(f"folder={str(folder)!r} cannot be written ({error}): pass another folder") from error
     return list(wanted.values())
 
 
@@ -149,7 +149,9 @@ def _moved_on(snapshot: Snapshot, subject: _Subject, folder: Path, steps: int) -
     _check_local(snapshot, subject.strategy, steps, shares)
     sources = {i: folder if shares else folder / f"node_{i}" for i in snapshot.rows}
     if missing := [str(path) for path in sources.values() if not (path / INDEX).exists()]:
-        raise ArgumentError(f"folder={str(folder)!r} lacks {missing[0]}/{INDEX}: give what DCP saved for each node")
+        raise ArgumentError(
+            f"folder={str(folder)!r} lacks {missing[0]}/{INDEX}: pass the folder that DCP saved for each node"
+        )
     step = snapshot.meta["step"] + steps
     meta = snapshot.meta | {"step": step, "logged": step, "apart": None}
     meta["history"] = snapshot.meta["history"] | {"last_step": step}
@@ -165,7 +167,7 @@ def _moved_on(snapshot: Snapshot, subject: _Subject, folder: Path, steps: int) -
 def _newest(save_dir: str | Path) -> Snapshot:
     found, complaints = load_newest(save_dir)
     if found is None:
-        raise CheckpointError(f"{save_dir} has no checkpoint: give fit a save_dir and checkpoint_interval")
+        raise CheckpointError(f"{save_dir} has no checkpoint: pass save_dir and checkpoint_interval to fit")
     if complaints:
         raise CheckpointError(f"{complaints[0]}; remove the damaged checkpoint, or restore its files")
     if found.meta.get("begun_end") is not None:
@@ -197,7 +199,7 @@ def _check_local(snapshot: Snapshot, strategy: Any, steps: int, shares: bool) ->
     )
     if is_plain_ddp:
         if not shares:
-            raise ArgumentError(f"under {name} all nodes have one model: give the folder of one DCP checkpoint")
+            raise ArgumentError(f"under {name} all nodes have one model: pass the folder of one DCP checkpoint")
         return
     end = next_synchronization(strategy, first)
     if end is None:
@@ -260,8 +262,8 @@ class _Subject:
         changed = [name.removeprefix("fleet.buffer.") for name in row if name.startswith("fleet.buffer.")]
         if saved.get("shared") != sum_of_shared(self.model, changed):
             raise ModelError(
-                f"{snapshot.path} is of a model with other frozen parameters or constant buffers, which checkpoints do "
-                "not hold: give the run's model"
+                f"{snapshot.path} is of a model with other frozen parameters or constant buffers, which checkpoints "
+                "do not hold: pass the run's model"
             )
 
     def state(self, row: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -346,7 +348,7 @@ class _Subject:
                 if done != steps:
                     raise CheckpointError(
                         f"{folder}: the optimizer took {done:g} steps since the newest checkpoint, but steps={steps}: "
-                        "give the number of steps taken elsewhere"
+                        "pass the number of steps taken elsewhere"
                     )
 
 
@@ -409,7 +411,7 @@ def _reader(folder: Path) -> FileSystemReader:
         _check_memory(data)
         found = _Index(io.BytesIO(data)).load()
         if not isinstance(found, Metadata):
-            raise CheckpointError(f"{file} holds a {type(found).__name__}, wanted DCP's Metadata")
+            raise CheckpointError(f"{file} must hold DCP's Metadata, not {type(found).__name__}")
         found.storage_meta = StorageMeta()
         every = found.storage_data.items()
         found.storage_data = {MetadataIndex(key.fqn, key.offset, key.index): info for key, info in every}

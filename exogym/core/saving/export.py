@@ -20,7 +20,7 @@ INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"  # names in H
 
 
 def save_model(model: nn.Module, path: str | Path, shard_bytes: int | None = None) -> Path:
-    """Write the state dict of `model` to the safetensors file `path`, completely or not at all. Return the path.
+    """Write the state dict of `model` to the safetensors file `path`, atomically. Return the path.
 
     A tensor with several names (tied weights) is written once for each name, so any program finds all names. Nothing is
     pickled.
@@ -53,7 +53,7 @@ def save_model(model: nn.Module, path: str | Path, shard_bytes: int | None = Non
         with beside(path) as made:
             save_file(tensors, made, metadata={"format": "pt"})
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise ArgumentError(f"the model could not be written to {str(path)!r}: {error}; name another file") from error
+        raise ArgumentError(f"the model could not be written to {str(path)!r}: {error}; pass another file") from error
     return path
 
 
@@ -69,7 +69,7 @@ def _save_shards(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> 
     names = [f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else [WHOLE]
     if folder.exists() or folder.is_symlink():
-        raise ArgumentError(f"path={str(folder)!r} exists: name a new folder")
+        raise ArgumentError(f"path={str(folder)!r} exists: pass a new folder")
     with beside(folder) as made:
         made.mkdir()
         for name, shard in zip(names, shards, strict=True):
@@ -97,7 +97,7 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
             check_regular(file)
         tensors = {name: x for file in files for name, x in load_file(str(file)).items()}
     except (OSError, ValueError, SafetensorError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ArgumentError(f"{str(path)!r} cannot be read: {error}; wanted a file that save_model wrote") from error
+        raise ArgumentError(f"{str(path)!r} cannot be read: {error}; pass a file that save_model wrote") from error
     wanted = model.state_dict()
     unlike = [f"{name}: only in the file" for name in sorted(tensors.keys() - wanted.keys())]
     unlike += [f"{name}: only in the model" for name in sorted(wanted.keys() - tensors.keys())]

@@ -95,7 +95,7 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
         if of[keeper] != keeper:
             raise ArgumentError(
                 f"save_dir={str(folder)!r}: process {process} ({places[process]}) sees the files of process {keeper} "
-                f"({places[keeper]}), but {keeper} does not see all files that {process} sees. Give one folder that "
+                f"({places[keeper]}), but {keeper} does not see all files that {process} sees. Pass one folder that "
                 "all hosts share, or a separate folder on each host"
             )
     return Keepers(of, places, here)

@@ -17,7 +17,7 @@ from exogym.faults import Attendance
 
 
 class Absence(Around):
-    """Let absent and non-finite nodes take no part in an algorithm. A node that returns copies another node's state.
+    """Exclude absent and nonfinite nodes from an algorithm. When a node returns, it copies another node's state.
 
     Args:
         attendance: the nodes present at each step, or None if all nodes are present at every step.

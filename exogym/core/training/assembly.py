@@ -256,8 +256,8 @@ def make_driver(
 
         setting.around = functools.partial(Measured, timing=timing)
     algorithm = algorithm_of(strategy, setting)
-    # From the inside out. A server's round is over before the nodes left out of it take what it came to; absence says
-    # how many steps each node takes; and the clock is charged with these before anybody meets.
+    # From the inside out: a server's round ends before the nodes left out of it receive its result, absence determines
+    # how many steps each node takes, and the clock advances by them before nodes synchronize.
     clock = None if algorithm.keeps_time else timing
     seats = None
     if clock is not None:
@@ -350,14 +350,14 @@ def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> N
     if stream.is_shared and acting > stream.total and not stream.endless:
         warn(
             f"{acting:,} nodes share {stream.total:,} examples: some nodes train on the same examples at every step, "
-            "and an epoch is one step. Lower num_nodes, or give more data"
+            "and an epoch is one step. Lower num_nodes, or use more data"
         )
     elif 0 < stream.total < options.step_examples != FitOptions.batch_size:  # nobody chose the default
         of = "" if options.gradient_accumulation == 1 else f" x gradient_accumulation={options.gradient_accumulation}"
         warn(
             f"batch_size={options.batch_size:,}{of} is more than the {stream.total:,} examples of all nodes: every "
             f"step takes all examples of a node ({stream.examples.max():,} at most), and an epoch is one step. Lower "
-            "batch_size, or give more data"
+            "batch_size, or use more data"
         )
 
 

@@ -68,8 +68,8 @@ def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) ->
     nodes = range(stream.num_nodes)
     if not wire.is_shared:
         notice(
-            f"balance={balance.kind!r} changes nothing: one process holds all nodes, so all nodes are equally "
-            "fast. To try it here, give the nodes' speeds: Balance(kind, speeds=[...])"
+            f"balance={balance.kind!r} changes nothing: one process holds all nodes, so all nodes are equally fast. "
+            "To try it here, pass the nodes' speeds: Balance(kind, speeds=[...])"
         )
         return [1.0 for _ in nodes]
     barrier(wire)

@@ -69,8 +69,8 @@ class Calling:
         evaluator = self.driver.evaluator
         if own_data and (evaluator is None or evaluator.stream.num_nodes < self.fleet.num_nodes):
             raise ArgumentError(
-                "nodes have no own validation sets: give the trainer a function as val_dataset, which returns "
-                "the validation set of (node, num_nodes, is_train)"
+                "there are no validation sets per node: pass a function as val_dataset to the trainer, which "
+                "returns the validation set of (node, num_nodes, is_train)"
             )
         if evaluator is None:
             return {}
@@ -78,8 +78,8 @@ class Calling:
         known = self.clients if on is not None and self.driver.shares_model else self.driver.algorithm.nodes
         if node is not None and node not in known:
             raise ArgumentError(
-                f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
-                "fleet.comm.present"
+                f"evaluate({node!r}): pass a node from 0 to {self.fleet.num_nodes - 1} or, with client sampling, one "
+                "of fleet.comm.present"
             )
         self._ask("evaluate", node=node, own_data=own_data)
         return self.driver.evaluate(node, on)

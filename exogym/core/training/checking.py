@@ -56,7 +56,7 @@ def _check_kinds(options: FitOptions) -> None:
     if not isinstance(options.strategy, Strategy):
         is_text = isinstance(options.strategy, str)
         raise ArgumentError(
-            f"strategy={options.strategy!r} is not a Strategy: give an instance such as "
+            f"strategy={options.strategy!r} is not a Strategy: pass an instance such as "
             "exogym.strategy.DiLoCoStrategy(H=100)"
             + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
         )
@@ -102,7 +102,7 @@ def _check_values(options: FitOptions) -> None:
         )
     for callback in options.callbacks:
         if not callable(callback):
-            raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function that takes the loop")
+            raise ArgumentError(f"callbacks: {callback!r} cannot be called: pass a function that takes the loop")
 
 
 def _check_counts(options: FitOptions) -> None:

@@ -286,7 +286,7 @@ class _Place:
         except (TypeError, ValueError, RuntimeError):
             peer = torch.empty(0)
         if peer.is_floating_point() or peer.dtype == torch.bool or peer.dim():
-            raise StrategyError(f"{kind}() got {PEER[kind]}={given!r}, wanted a node's number")
+            raise StrategyError(f"{kind}() needs a node's number as {PEER[kind]}, not {given!r}")
         return int(peer)
 
     def _live(self) -> None:
@@ -372,8 +372,8 @@ def pairs_of(calls: Mapping[int, Stand]) -> list[tuple[int, int]]:
             continue
         if call.kind == "exchange" and (call.shape, call.dtype) != (other.shape, other.dtype):
             raise StrategyError(
-                f"{here}: this node gives {call.dtype} {call.shape}, but node {call.peer} gives {other.dtype} "
-                f"{other.shape}; partners must give tensors of equal shape and dtype"
+                f"{here}: this node passes {call.dtype} {call.shape}, but node {call.peer} passes {other.dtype} "
+                f"{other.shape}; partners must pass tensors of equal shape and dtype"
             )
         pairs.append((node, call.peer))
     return pairs

@@ -1,4 +1,4 @@
-"""A comparison's options. Sweeps take some of these options too. A run's options are named as in `fit`."""
+"""A comparison's options; sweeps accept some of them as well. A run's options are named as in `fit`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ OF_A_STEP = ("gradient_accumulation", "minibatch_size", "max_memory_usage", "pre
 # These don't change a result: a comparison or sweep may resume with other values.
 OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory", "keep_checkpoints", "val_batch_size")
 IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
-_SAVED = "give out: each run has a folder there and is saved once a minute; resume=True continues"
+_SAVED = "pass out: each run has a folder there and is saved once a minute; resume=True continues"
 _HERE = "the nodes of a run are on this machine; sweep(engine='ray') has its runs on a Ray cluster"
 _ONE_CPU = "a run on Ray, sweep(engine='ray'), has one processor"
 NOT_TAKEN = {
-    "num_epochs": "all runs take as many steps: give max_steps",
-    "seed": "give seeds, a number or a list",
-    "logger": "give out: each run's records are in its folder there, and exogym.runs reads them",
-    "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
+    "num_epochs": "all runs take the same number of steps: pass max_steps",
+    "seed": "pass seeds, a number or a list",
+    "logger": "pass out: each run's records are in its folder there, and exogym.runs reads them",
+    "callbacks": "one object would see all runs: pass metrics, or train with LocalTrainer.fit",
     **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
     "timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",
     "cpus_per_process": _ONE_CPU,
@@ -53,17 +53,17 @@ class StudyOptions(RunOptions):
 
     Args:
         problem: A `Task`; a task's name ("digits"); your own "module:function" (see `load_task`); or a tuple
-            (make_model, train, val) of a function and two data sets. `make_model()` returns a model with weights drawn
-            from torch's generator, which ExoGym seeds.
+            (make_model, train, val) of a function and two data sets, where `make_model()` returns a model with weights
+            drawn from torch's generator, which ExoGym seeds.
         data: File or folder with the data of a named task.
         num_nodes, max_steps, batch_size, lr: Number of nodes, steps of each node, examples per node and step, inner
             learning rate. Default: the task's values; without a task 4, 300, 32 and 0.001.
-        seeds: Number of seeds (3 means the seeds 0, 1 and 2), or a sequence of seeds. A seed fixes weights, shards,
-            order and all other random choices.
+        seeds: Number of seeds (3 means the seeds 0, 1 and 2), or a sequence of seeds. A seed determines weights,
+            shards, order and all other random choices.
         partitioner: How to divide the data: text or a `Partitioner`. Default: the task's partitioner, or "iid". An
             iterable has no partitioner: example k goes to node k mod N.
-        val_size: Evaluate on at most this many validation examples, spread evenly over the set. An iterable gives its
-            first examples. Default: 500.
+        val_size: Evaluate on at most this many validation examples, spread evenly over the set, or the first ones of an
+            iterable. Default: 500.
         val_interval: Steps between evaluations. Default: 10 to 30 evaluations per run.
         device: As in `LocalTrainer.fit`.
         network: Predict the time on this network: a `Network`, or text such as "wifi" or "100Mbps,20ms".
@@ -105,21 +105,21 @@ class ComparisonOptions(StudyOptions):
     """Options of `compare`.
 
     Args:
-        strategies: Texts for `parse_strategy`, or "single", in a sequence or separated by commas. Or a dict from your
+        strategies: Texts for `parse_strategy`, or "single", in a sequence or separated by commas; or a dict from your
             own names to such texts or `Strategy` objects.
         processes: As in `LocalTrainer.fit`. The run `single` always has one process, no `faults` and no `balance`.
-        speeds: Each node's speed, above 0. At speed 0.5 a step takes twice the step_seconds. The run `single` has the
-            speed of node 0.
-        target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, with a
-            network, the seconds. By default, this is DDP's final validation loss / 0.95 (95 % of DDP's quality), or
-            without DDP the highest final loss of any run.
-        out: Folder in which to make `<task>-<time>`. This folder gets run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` the folder also gets loss_vs_time.
-            Each run has its own folder inside. If `out` is None, no files are written.
+        speeds: Each node's speed, above 0. At speed 0.5, a step takes twice the step_seconds. The run `single` has node
+            0's speed.
+        target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, if you pass
+            a network, the seconds. Default: DDP's final validation loss / 0.95 (95 % of DDP's quality) or, if DDP is
+            not compared, the highest final loss of any run.
+        out: Folder in which to create `<task>-<time>` with run.json, summary.csv, metrics.csv (each evaluation),
+            loss_vs_steps and loss_vs_bytes (.png, .svg), loss_vs_time if you pass a `network`, and a folder for each
+            run. None: no files are written.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
-            same as without the interruption. An unfinished run continues from its checkpoint, or starts again if there
-            is no checkpoint. Built-in strategies write a checkpoint each minute, and one at Ctrl-C.
-        progress: Show progress and the time left. If `progress` is None, show them only in a terminal or a notebook.
+            same as without the interruption. An unfinished run continues from its checkpoint, if there is one. Built-in
+            strategies write a checkpoint every minute and at Ctrl-C.
+        progress: Show progress and the time left. None: only in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """
 

@@ -44,13 +44,14 @@ class Comparison:
     Attributes:
         heading: one line about the training.
         finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
-            network, and the lowest final loss. The verdict names results that the seeds leave undecided.
+            network, and the lowest final loss, and which of these results the seeds leave undecided.
         rows: a dict per strategy with the columns of summary.csv. `<name>_std` is a column's standard deviation over
             seeds.
         histories: a dict from (strategy as written, seed) to the run's `History`.
         description: the options and the machine, as JSON values; enough to repeat the comparison.
         folder, paths: the comparison's folder and its files; None and () without `out`.
-        target_loss: the target validation loss. The rows have the bytes and, with a network, the seconds to reach it.
+        target_loss: the target validation loss. The rows have the bytes and, if there is a network, the seconds to
+            reach it.
     """
 
     heading: str
@@ -103,8 +104,8 @@ class Comparison:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text. Values are mean ± standard deviation over seeds.
 
-        With a network the last columns are the predicted seconds to the end, the share of time that nodes wait, and the
-        seconds to the target loss. These columns replace this machine's examples per second.
+        If the comparison has a network, the last columns are the predicted seconds to the end, the share of time for
+        which nodes wait, and the seconds to the target loss, instead of this machine's examples per second.
         """
         headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
@@ -177,10 +178,10 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A KeyboardInterrupt stopped a comparison. This exception holds the results of the finished runs.
+    """A KeyboardInterrupt stopped a comparison. The exception holds the finished runs' results.
 
     Attributes:
-        result: the results of the runs that completed their training, or None if no run completed it.
+        result: the results of the runs that completed training, or None if there are none.
         folder: the folder from which you can resume, or None without `out`.
     """
 

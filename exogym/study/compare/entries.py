@@ -78,14 +78,14 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
         if not isinstance(text, str):
             kind = getattr(text, "__name__", type(text).__name__)
             raise ArgumentError(
-                f"strategies: {kind} has no name here: give a dict, such as {{'mine': DiLoCoStrategy(H=5)}}"
+                f"strategies: {kind} has no name here: pass a dict, such as {{'mine': DiLoCoStrategy(H=5)}}"
             )
     labels = [text.strip() for text in texts]
     for label in labels:
         if labels.count(label) > 1:
-            raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each strategy once")
+            raise ArgumentError(f"strategies={','.join(labels)!r} contains {label!r} twice: pass each strategy once")
     if not any(labels):
-        raise ArgumentError(f"strategies={strategies!r} names no strategy: give for example 'ddp,diloco'")
+        raise ArgumentError(f"strategies={strategies!r} names no strategy: pass for example 'ddp,diloco'")
     return {label: label for label in labels}
 
 
@@ -102,7 +102,7 @@ def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seed
         seeds = range(seeds)
     are_whole = isinstance(seeds, Collection) and all(isinstance(seed, int) for seed in seeds)
     if not are_whole or not seeds or len(set(seeds)) < len(seeds):
-        raise ArgumentError(f"seeds={seeds!r}: give the number of seeds, or different whole numbers")
+        raise ArgumentError(f"seeds={seeds!r} must be the number of seeds, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
     return ComparisonSetting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
 
@@ -128,7 +128,7 @@ def entries_of(strategies: Any, setting: ComparisonSetting, own_lr: bool = False
             entry = _parse(given, None if own_lr else setting.inner_optim, defaults)
             notes = [f"1 of {setting.nodes} shards"] if entry.alone else []
         else:
-            raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
+            raise ArgumentError(f"strategies: {label!r} must be a text or a Strategy, not {given!r}")
         inner = entry.strategy.inner
         if entry.strategy.own_rule:
             notes.append(f"own rule, lr={inner.base_lr:g}")

@@ -64,7 +64,7 @@ class Folder:
         _refuse_single_run(out)
         if (Path(out) / RUN).exists():
             raise ArgumentError(
-                f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or give another folder"
+                f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or pass another folder"
             )
         inside = Path(out).expanduser()
         above = [folder for folder in (inside, *inside.parents) if not folder.exists()]
@@ -117,7 +117,7 @@ class Folder:
 
 def _refuse_single_run(out: str | os.PathLike[str]) -> None:
     if (Path(out).expanduser() / STATUS).exists():
-        raise ArgumentError(f"out={os.fspath(out)!r} is the folder of a single run: give another folder")
+        raise ArgumentError(f"out={os.fspath(out)!r} is the folder of a single run: pass another folder")
 
 
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
@@ -128,8 +128,8 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
     """
     if unlike := unlike_in(saved, asked):
         raise ArgumentError(
-            f"out={os.fspath(out)!r} holds a {kind} with other options; resume it with the same, or give another "
-            "folder. The differences:\n  " + "\n  ".join(unlike)
+            f"out={os.fspath(out)!r} holds a {kind} with other options; resume it with the same options, or pass "
+            "another folder. The differences:\n  " + "\n  ".join(unlike)
         )
 
 
@@ -216,7 +216,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     if (path / RUN).exists():
         found = read(path / RUN)
         if not isinstance(found.get("strategies"), dict):
-            raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: give a comparison's folder")
+            raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: pass a comparison's folder")
         return found
     inside = sorted(found.parent for found in path.glob(f"*/{RUN}"))
     hint = f"did you mean {str(inside[-1])!r}?" if inside else "give a comparison's folder"
@@ -234,13 +234,13 @@ def check_plain(path: Path) -> None:
             if entry.is_dir(follow_symlinks=False):
                 check_plain(Path(entry.path))
             elif not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
-                raise ArgumentError(f"{entry.path} is a link, a pipe or a device: remove it, or give another folder")
+                raise ArgumentError(f"{entry.path} is a link, a pipe or a device: remove it, or pass another folder")
 
 
 def named_again(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a comparison that name code or a file outside its folder.
 
-    Anybody may have written the folder. So a resumed comparison does not take these from there: the user gives them.
+    Anybody may have written the folder, so a resumed comparison takes them from the user instead.
 
     >>> named_again({"problem": "my_task:make", "data": None, "network": "measured.json", "num_nodes": 4})
     {'problem': 'my_task:make', 'network': 'measured.json'}

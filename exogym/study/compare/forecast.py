@@ -107,7 +107,7 @@ def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) 
     for name, given in (("step_seconds", step_seconds), ("speeds", speeds)):
         if network is None and given is not None:
             raise ArgumentError(
-                f"{name}={given!r} needs network: virtual time needs a network; give one, for example network='wifi'"
+                f"{name}={given!r} needs network: virtual time needs a network; pass one, for example network='wifi'"
             )
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):
@@ -165,9 +165,9 @@ def measured_evaluation_s(
 ) -> float:
     """Measure an evaluation on the task's whole validation set on this machine. Return its seconds.
 
-    An evaluation may take much longer than a forward pass. For example, Whisper transcribes speech word by word. ExoGym
-    first measures a few examples. It measures all examples only if they will take at most about two seconds. Otherwise
-    it extrapolates from the few examples.
+    An evaluation may take much longer than a forward pass: Whisper, for example, transcribes speech word by word.
+    ExoGym first measures a few examples, and then all examples if they will take at most about two seconds. Otherwise
+    it extrapolates.
 
     Args:
         batch_size, device, loss_fn: as in `measured_step_s`.

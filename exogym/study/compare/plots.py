@@ -89,7 +89,9 @@ def figure_of(
         return _figure(curves, sent, heading, "bytes sent per node", readable_bytes, is_log, target_loss)
     known = [curve.time_s for curve in curves if curve.time_s is not None]
     if len(known) < len(curves):
-        raise ArgumentError("x='time': some runs have no predicted time: give compare a network, or choose another x")
+        raise ArgumentError(
+            "x='time': some runs have no predicted time: pass a network to compare, or choose another x"
+        )
     ends = [float(time_s[-1]) for time_s in known]
     unit, unit_s = _unit_of(max(ends, default=1.0))
     label = f"predicted {unit}{network and f' on {network}'}"

@@ -46,21 +46,20 @@ VAL_EXAMPLES = 500  # the default for the most validation examples
 def compare(asked: ComparisonOptions) -> Comparison:
     """Train the same model from the same weights on the same data with several strategies, and compare them.
 
-    Every node keeps one shard of the data for the whole run. An iterable has no shards: each run reads it from its
-    start, and example k goes to node k mod N. The strategy `single` trains node 0 without other nodes,
-    with the same weights, the same shard, the same batches in the same order, and DDP's inner optimizer. It sends
-    nothing, and ignores the options `faults` and `balance`. All strategies use the same inner optimizer and learning
-    rate, unless the table's `notes` say otherwise. DeMo has its own optimizer and learning rate.
+    Every node keeps one shard of the data for the whole run. An iterable has no shards: each run reads it from the
+    start, and example k goes to node k mod N. The strategy `single` trains node 0 alone, with the same weights, shard,
+    batches and order, and with DDP's inner optimizer; it sends nothing and ignores `faults` and `balance`. All
+    strategies use the same inner optimizer and learning rate, unless the table's `notes` say otherwise (DeMo has its
+    own).
 
     A run has 10 to 30 evaluations on at most 500 validation examples, spread evenly over the set (of an iterable: the
-    first 500). If a run's loss
-    becomes NaN or infinite, the table leaves out the run, and its `notes` say so.
+    first 500). A run whose loss becomes NaN or infinite is left out of the table, with a line in its `notes`.
 
     Raises:
-        ArgumentError, DataError: an argument or the data are wrong, or `out` cannot be written; raised before training.
+        ArgumentError, DataError: an argument or the data are wrong, or `out` can't be written. Raised before training.
         TrainingError: no run completed its training.
-        ComparisonInterrupted: a KeyboardInterrupt stopped the comparison. The error's `result` has the finished runs,
-            and `folder` their folder.
+        ComparisonInterrupted: a KeyboardInterrupt stopped the comparison. The error's `result` holds the finished runs,
+            `folder` their folder.
 
     >>> result = compare("digits", "single,ddp", max_steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
@@ -70,11 +69,11 @@ def compare(asked: ComparisonOptions) -> Comparison:
         needs("matplotlib", "demo")
     elif asked.resume:
         raise ArgumentError(
-            "resume=True needs the interrupted comparison's folder: give it as out, such as "
+            "resume=True needs the interrupted comparison's folder: pass it as out, such as "
             "out='runs/digits-20261122-120000'"
         )
     elif given := [name for name in IN_A_FOLDER if name in asked.changed()]:
-        raise ArgumentError(f"{given[0]} needs a folder: give it as out, such as out='runs'")
+        raise ArgumentError(f"{given[0]} needs a folder: pass it as out, such as out='runs'")
     saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
     decisive = asked_of(session)
@@ -98,7 +97,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
 
 
 def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> Session:
-    """Check the arguments and prepare a comparison's runs. This function neither trains nor makes a folder.
+    """Check the arguments and prepare a comparison's runs, without training or creating a folder.
 
     Args:
         known_step_s: the seconds of a step that an interrupted comparison measured. If it is None, this function
@@ -152,17 +151,17 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
 
 def _check_processes(processes: Any, nodes: int) -> None:
     if processes == "auto":  # in folders of before
-        raise ArgumentError("processes='auto': it is retired: give a number, such as processes=4 on four cores")
+        raise ArgumentError("processes='auto': it is retired: pass a number, such as processes=4 on four cores")
     check_count("processes", processes)
     if processes > nodes:
-        raise ArgumentError(f"{processes=} for num_nodes={nodes}: every process needs a node; give at most {nodes}")
+        raise ArgumentError(f"{processes=} for num_nodes={nodes}: every process needs a node, so pass at most {nodes}")
 
 
 def asked_of(session: Session) -> dict[str, Any]:
     """Return the options that decide the results, as JSON values. A resumed comparison must have the same options.
 
     Options of runs with default values are left out, so that ExoGym can add options and still resume old comparisons.
-    A strategy's arguments are all there, also with default values. So ExoGym notices if a default changed since.
+    All of a strategy's arguments are included, so that a changed default is noticed.
     """
     task, forecast, timing, target_loss = session.task, session.forecast, None, session.asked.target_loss
     data: Any = task.train
@@ -311,14 +310,14 @@ def task_of(problem: Any, data: Any) -> Task:
         task = load_task(problem, data)
     elif data is not None:
         raise ArgumentError(
-            f"data={os.fspath(data)!r} needs a named task, such as 'digits': give such a task, or leave data out"
+            f"data={os.fspath(data)!r} needs a named task, such as 'digits': pass a named task, or leave data out"
         )
     elif isinstance(problem, Task):
         task = problem
     elif isinstance(problem, tuple) and len(problem) == 3 and isinstance(problem[0], nn.Module):
         raise ArgumentError(
-            "problem: instead of a model give a function that makes a new one, such as "
-            f"lambda: copy.deepcopy({type(problem[0]).__name__.lower()}). All runs start from the same weights"
+            "problem: pass a function that returns a new model instead of a model, such as lambda: "
+            f"copy.deepcopy({type(problem[0]).__name__.lower()}). All runs start from the same weights"
         )
     elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
         build, train, val = problem
@@ -338,12 +337,12 @@ def task_of(problem: Any, data: Any) -> Task:
     else:
         seen = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else repr(problem)
         raise ArgumentError(
-            f"problem: wanted a Task, a task's name, or (make_model, train, val), a function and two data "
-            f"sets; got {seen}"
+            "problem must be a Task, a task's name, or (make_model, train, val), a function and two data sets, not "
+            f"{seen}"
         )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
-            "compare() divides one data set among the nodes: give a data set instead of a factory, and a partitioner="
+            "compare() divides one data set among the nodes: pass a data set instead of a factory, and a partitioner="
         )
     return task
 
@@ -410,13 +409,13 @@ def _check_models(task: Task, seed: int) -> None:
     first, second = (list(task.make_model(seed).parameters()) for _ in range(2))
     if {id(p) for p in first} & {id(p) for p in second}:
         raise ArgumentError(
-            "make_model() gave the same weights twice, so a run would start where the previous run ended: make a new "
-            "model in each call, such as lambda: copy.deepcopy(model)"
+            "make_model() returned the same weights twice, so a run would start where the previous run ended: create "
+            "a new model in each call, such as lambda: copy.deepcopy(model)"
         )
     plain = [(a, b) for a, b in zip(first, second, strict=False) if not (is_lazy(a) or a.is_meta)]
     alike = all(a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in plain)
     if len(first) != len(second) or not alike:
         raise ArgumentError(
-            "make_model() gave different weights from the same seed, so strategies would start differently: draw "
+            "make_model() returned different weights for the same seed, so strategies would start differently: draw "
             "weights from torch's generator, which is seeded before each call"
         )

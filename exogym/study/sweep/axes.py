@@ -73,7 +73,7 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
     for name, values in pairs:
         name = LONG.get(name.strip(), name.strip())
         if name in axes:
-            raise ArgumentError(f"sweep: {name} is given twice: give its values once, {name}=A,B")
+            raise ArgumentError(f"sweep: {name} occurs twice: pass its values once, {name}=A,B")
         axes[name] = _values(name, values)
     return axes
 

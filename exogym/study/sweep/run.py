@@ -100,10 +100,10 @@ DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_
 def sweep(asked: SweepOptions) -> Swept:
     """Train a task with every combination of some options' values, with several seeds each.
 
-    Runs whose loss is no longer a finite number are left out, and `notes` says so.
+    Runs whose loss is no longer finite are left out, with a line in `notes`.
 
     Raises:
-        ArgumentError, DataError: a cell's options, the data or `out` are wrong; raised before training.
+        ArgumentError, DataError: a cell's options, the data or `out` are wrong. Raised before training.
         TrainingError: no run completed its training. WorkerError: a run's process was killed.
         SweepInterrupted: the user pressed Ctrl-C; the sweep can be resumed in the error's `folder`.
 
@@ -134,7 +134,7 @@ def sweep(asked: SweepOptions) -> Swept:
         } | decisive_of(asked)  # fmt: skip
         if out is None:
             if asked.resume:
-                raise ArgumentError("resume needs the folder of the sweep: give it as out, such as out='runs/sweep'")
+                raise ArgumentError("resume needs the folder of the sweep: pass it as out, such as out='runs/sweep'")
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             needs("matplotlib", "demo")
@@ -194,10 +194,10 @@ def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
     if not resume:
         if not is_empty(path):
             hint = "resume it there (--resume), or " if before else ""
-            raise ArgumentError(f"out={str(path)!r} already holds files: {hint}give another folder")
+            raise ArgumentError(f"out={str(path)!r} already holds files: {hint}pass another folder")
         return
     if not before:
-        raise ArgumentError(f"out={str(path)!r} holds no sweep to resume: give a sweep's folder")
+        raise ArgumentError(f"out={str(path)!r} holds no sweep to resume: pass a sweep's folder")
     given = in_full(before.get("given") or {})  # of a sweep from before an option was renamed
     check_same(path, "sweep", before | {"given": given}, asked)
 

@@ -131,7 +131,7 @@ def test_sampled_clients_go_through_a_server_anyway() -> None:
         (lambda: made(SimpleReduceStrategy, transport="rign"), "transport='rign' is not one of .* did you mean 'ring'"),
         (
             lambda: made(FedAvgStrategy, client_fraction=0.5, transport="tree"),
-            "leave transport out, or take",
+            "leave transport out, or use",
         ),
         (
             lambda: parse_strategy("demo:transport=ring"),

@@ -226,7 +226,7 @@ def test_an_attached_node_keeps_and_saves_its_own() -> None:
 def test_a_list_that_names_no_buffers_is_refused(listed: Any) -> None:
     model = Summing()
     model.own_buffers = listed
-    with pytest.raises(ModelError, match=r"own_buffers of Summing is .*: wanted a tuple of names .* \['seen'\]"):
+    with pytest.raises(ModelError, match=r"own_buffers of Summing must be a tuple of names .* \['seen'\]"):
         sums(STRATEGIES["diloco"](), model)
 
 

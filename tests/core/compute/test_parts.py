@@ -256,7 +256,7 @@ def test_what_cannot_be_tried_is_said_and_trained(capfd):
     assert "draws random numbers in evaluation mode too" in said
     torch.manual_seed(0)
     LocalTrainer(OwnLoss(), examples()).fit(SimpleReduceStrategy(), batch_size=8, minibatch_size=4, max_steps=1)
-    assert "whole batch's gradient (ModelError: model(batch) returned a tensor" in capfd.readouterr().err
+    assert "whole batch's gradient (ModelError: model(batch) must return a loss" in capfd.readouterr().err
 
 
 class ByClass(Partitioner):

@@ -126,7 +126,7 @@ def test_a_node_without_a_row_is_not_evaluated() -> None:
         assert loop.evaluate(loop.fleet.comm.present[0])
         loop.evaluate(next(node for node in range(CLIENTS) if node not in loop.fleet.comm.present))
 
-    with pytest.raises(ArgumentError, match=r"evaluate\(\d+\): wanted a node .* one of fleet.comm.present"):
+    with pytest.raises(ArgumentError, match=r"evaluate\(\d+\): pass a node .* one of fleet.comm.present"):
         trained(WITH_A_SERVER["fedavg"](), callbacks=[evaluates], processes=2)
 
 

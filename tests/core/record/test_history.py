@@ -208,9 +208,9 @@ def test_values_become_plain_numbers() -> None:
     assert [type(value) for value in found] == [float, float, int, str, bool]
     assert history.column("c")[1].tolist() == ["text"]
     for wrong in (torch.zeros(2), [1.0], {"x": 1}):
-        with pytest.raises(ArgumentError, match="one number"):
+        with pytest.raises(ArgumentError, match="a single number"):
             history.add_evaluation(0, 0, {"e": wrong})
-    with pytest.raises(ArgumentError, match="give these keys as arguments"):
+    with pytest.raises(ArgumentError, match="pass them as arguments"):
         history.add_evaluation(0, 0, {"node": 1})
     assert "e" not in history.columns
 

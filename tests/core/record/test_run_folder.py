@@ -211,7 +211,7 @@ def test_a_log_that_the_disk_has_cut_is_whole_again(halfway, tmp_path):
 def test_a_folder_of_another_run_is_refused(tmp_path):
     train(tmp_path)
     again = train(tmp_path)
-    assert isinstance(again.ended, ArgumentError) and "holds a run already" in str(again.ended)
+    assert isinstance(again.ended, ArgumentError) and "already holds a run" in str(again.ended)
 
 
 def test_a_folder_of_a_living_run_is_refused_and_that_of_a_dead_one_is_taken_over(tmp_path):
@@ -239,7 +239,7 @@ def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path):
     with pytest.raises(ArgumentError, match=f"in use by another run, process {process['pid']}"):
         second.start(about)
     first.finish({})
-    with pytest.raises(ArgumentError, match="holds a run already"):
+    with pytest.raises(ArgumentError, match="already holds a run"):
         second.start(about)
     assert len(events(tmp_path, "start")) == 1 and not (tmp_path / LOCK).exists()
 

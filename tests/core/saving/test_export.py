@@ -84,7 +84,7 @@ def test_shards_come_back_and_torch_reads_them(shard_bytes, files, tmp_path):
     state = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
     load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
-    with pytest.raises(ArgumentError, match="exists: name a new folder"):
+    with pytest.raises(ArgumentError, match="exists: pass a new folder"):
         save_model(model, folder, shard_bytes=shard_bytes)
 
 

@@ -691,7 +691,7 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"faults": Faults(drop_rate=0.1)}, "no node waits for another, and its clock makes nodes slow"),
+        ({"faults": Faults(drop_rate=0.1)}, "no node waits for another, and slow nodes follow from its clock"),
         ({"compute": "vmap"}, "use compute='loop'"),
         ({"step_seconds": None}, "give step_seconds"),
         ({"step_seconds": [1.0, 1.0, 1.0, 0.0]}, "node 3 takes 0 s"),

@@ -588,7 +588,7 @@ def test_two_nodes_of_one_rank():
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert errors == ["the 3 machines gave node_rank=0, 1, 1: give each of 0 to 2 once"] * 3
+    assert errors == ["the 3 machines have node_rank=0, 1, 1: use each of 0 to 2 once"] * 3
 
 
 # What is printed

@@ -432,28 +432,28 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"max_steps": 1.5}, "max_steps=1.5"),
         ({"seeds": 0}, "seeds=0"),
         ({"seeds": [1, 1]}, "different whole numbers"),
-        ({"seeds": []}, "give the number of seeds"),
+        ({"seeds": []}, "must be the number of seeds"),
         ({"lr": -1.0}, "lr=-1.0"),
         ({"strategies": "ddp,sngle"}, "did you mean 'single'"),
-        ({"strategies": "ddp,ddp"}, "names 'ddp' twice"),
+        ({"strategies": "ddp,ddp"}, "contains 'ddp' twice"),
         ({"strategies": ()}, "names no strategy"),
         ({"partitioner": "shard:2"}, "did you mean 'shards'"),
         ({"partitioner": 1.5}, "partitioner=1.5 is not a Partitioner"),
         ({"partitioner": 0}, "partitioner=0 is not a Partitioner"),
         ({"partitioner": "shards:1000"}, "use shards_per_node="),
-        ({"seeds": 1.5}, "give the number of seeds"),
+        ({"seeds": 1.5}, "must be the number of seeds"),
         ({"seeds": [[]]}, "different whole numbers"),
         ({"strategies": 3}, "strategies=3 must be text"),
         ({"problem": "digits", "data": 3}, "data=3 must be the path"),
         ({"device": "tpu"}, "device='tpu'"),
-        ({"strategies": [SimpleReduceStrategy()]}, "SimpleReduceStrategy has no name here: give a dict"),
-        ({"strategies": SimpleReduceStrategy()}, "SimpleReduceStrategy has no name here: give a dict"),
-        ({"problem": 3}, "wanted a Task, .* got 3"),
-        ({"problem": (TASK.build, TASK.train)}, "make_model, train, val.*got a tuple of 2"),
-        ({"problem": (TASK.build(), TASK.train, TASK.val)}, "instead of a model give a function"),
-        ({"problem": (lambda: ONE_MODEL, TASK.train, TASK.val)}, "gave the same weights twice"),
-        ({"problem": (lambda: unseeded_model(), TASK.train, TASK.val)}, "different weights from the same seed"),
-        ({"problem": (growing_model(), TASK.train, TASK.val)}, "different weights from the same seed"),
+        ({"strategies": [SimpleReduceStrategy()]}, "SimpleReduceStrategy has no name here: pass a dict"),
+        ({"strategies": SimpleReduceStrategy()}, "SimpleReduceStrategy has no name here: pass a dict"),
+        ({"problem": 3}, "must be a Task, .* not 3"),
+        ({"problem": (TASK.build, TASK.train)}, "make_model, train, val.*not a tuple of 2"),
+        ({"problem": (TASK.build(), TASK.train, TASK.val)}, "pass a function that returns a new model"),
+        ({"problem": (lambda: ONE_MODEL, TASK.train, TASK.val)}, "returned the same weights twice"),
+        ({"problem": (lambda: unseeded_model(), TASK.train, TASK.val)}, "different weights for the same seed"),
+        ({"problem": (growing_model(), TASK.train, TASK.val)}, "different weights for the same seed"),
         ({"problem": "digit"}, "did you mean 'digits'"),
         ({"problem": TASK, "data": "here"}, "data='here' needs a named task"),
         ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),
@@ -552,7 +552,7 @@ def test_a_comparison_shows_itself(everything: Comparison) -> None:
             assert len(axes.collections) >= len(everything.rows) - 1  # the bands, but that of a level line
     assert everything.plot().axes[0].get_xscale() == "log" != everything.plot("step").axes[0].get_xscale()
     assert everything.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"x='time'.*give compare a network"):
+    with pytest.raises(ArgumentError, match=r"x='time'.*pass a network to compare"):
         everything.plot("time")
     with pytest.raises(ArgumentError, match=r"x='steps'.*'step'"):
         everything.plot("steps")

@@ -128,7 +128,7 @@ def test_what_needs_positions_is_refused_before_training(tmp_path: Path) -> None
     for train, val, message in data:
         with pytest.raises(DataError, match=message):
             compare(problem(train, val), "ddp", **GIVEN, out=tmp_path)
-    with pytest.raises(ArgumentError, match="give a data set instead of a factory"):
+    with pytest.raises(ArgumentError, match="pass a data set instead of a factory"):
         compare(problem(lambda rank, n, is_train: InOrder()), "ddp", **GIVEN, out=tmp_path)
     task = Task("own", "own", "given", InOrder(), InOrder(9), model, 2, 4, 8, 0.1, 4, partitioner="iid")
     with pytest.raises(ArgumentError, match="a partitioner needs all examples at once"):

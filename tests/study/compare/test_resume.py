@@ -183,12 +183,12 @@ def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
     )
     refuse(r"strategies.sparta: saved None", resume=True, strategies="ddp,diloco:H=5,single,sparta")
     refuse(r"timing: saved None", resume=True, network="wifi", step_seconds=1)
-    refuse(r"holds results: resume them with resume=True \(--resume\), or give another folder")
+    refuse(r"holds results: resume them with resume=True \(--resume\), or pass another folder")
     for again in ({}, {"resume": True}):
-        refuse("is the folder of a single run: give another folder", next(undisturbed.glob("ddp-*")), **again)
+        refuse("is the folder of a single run: pass another folder", next(undisturbed.glob("ddp-*")), **again)
     refuse(r"holds no comparison to resume: did you mean", undisturbed.parent, resume=True)
-    refuse(r"holds no comparison to resume: give a comparison's folder", tmp_path, resume=True)
-    with pytest.raises(ArgumentError, match="give it as out"):
+    refuse(r"holds no comparison to resume: pass a comparison's folder", tmp_path, resume=True)
+    with pytest.raises(ArgumentError, match="pass it as out"):
         compare("digits", "ddp", resume=True)
     again = asked(
         undisturbed, resume=True, processes=2
@@ -353,7 +353,7 @@ def test_processes_of_before_are_named_and_another_number_goes_on(
 ) -> None:
     folder = strange(tmp_path / "folder", processes="auto")
     assert main(["compare", "--resume", "--out", str(folder)]) == 2
-    assert "processes='auto': it is retired: give a number" in capsys.readouterr().err
+    assert "processes='auto': it is retired: pass a number" in capsys.readouterr().err
     assert main(["compare", "--resume", "--out", str(folder), "--processes", "2"]) == 2  # the folder is a made-up one
     assert "holds a comparison with other options" in capsys.readouterr().err
 
