@@ -1,4 +1,4 @@
-"""Find steps that compute a single example at once before training, because batch normalization can't."""
+"""Find steps that compute a single example at once, on which batch normalization cannot train."""
 
 from __future__ import annotations
 
