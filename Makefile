@@ -62,7 +62,7 @@ pictures: $(VENV)/.stamp-dev ## draw the pictures of README, the diagrams and do
 
 tutorials: $(VENV)/.stamp-dev ## run the tutorials, and take the pictures in them anew
 	cd docs/images && for each in ../../tutorials/*.py; do $(CURDIR)/$(BIN)/python $$each || exit 1; done
-	cd docs/images && rm -rf runs better texts train.py *hosts.json measured.json result_*.json
+	cd docs/images && rm -rf runs better texts train.py my_loop.py *hosts.json measured.json result_*.json model-*.pt node-*.pt
 
 notebooks: $(VENV)/.stamp-dev ## write the tutorials as Jupyter notebooks into notebooks/
 	mkdir -p notebooks

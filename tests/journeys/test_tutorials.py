@@ -77,6 +77,9 @@ def run(tutorial: Path, folder: Path, **more: str) -> str:
     assert done.returncode == 0, done.stderr[-3000:]
     for name in re.findall(r"\]\(\.\./docs/images/(\w+\.png)\)", tutorial.read_text()):
         assert (folder / name).exists(), f"{name} is shown and not drawn"
+    (removed,) = re.findall(r"^tutorials:(?:.*\n\t)+.*rm -rf (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    left = [path for path in folder.iterdir() if not any(path.match(name) for name in ["*.png", *removed.split()])]
+    assert left == [], "make tutorials does not remove it"
     return done.stdout
 
 
