@@ -147,7 +147,7 @@ def test_a_node_that_comes_back_to_nothing_sends_nothing() -> None:
         ({"cast": 16}, "cast=16 is not one of"),
         ({"H": 0}, "H=0"),
         ({"outer_lr": -1.0}, "outer_lr=-1.0"),
-        ({"robust": "median"}, "not tried together"),
+        ({"robust": "median"}, "was not tested with a wrapper"),
         ({"weighting": "examples"}, "weighting"),
     ],
 )

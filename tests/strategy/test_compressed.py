@@ -362,7 +362,7 @@ def test_blocks_of_two_dtypes_are_compressed_apart() -> None:
         (lambda: PowerSGDStrategy(min_rate=-1.0), "min_rate=-1.0"),
         (lambda: SignSGDStrategy(error_feed=True), "did you mean 'error_feedback'"),
         (lambda: made(PowerSGDStrategy, robust="median"), "whose LowRankMean sends a part of a node's values"),
-        (lambda: made(QuantizedReduceStrategy, robust="krum"), "not tried together"),
+        (lambda: made(QuantizedReduceStrategy, robust="krum"), "was not tested with a wrapper"),
         (lambda: made(SignSGDStrategy, robust="median"), "averages in its own way .MajorityVote."),
     ],
 )
