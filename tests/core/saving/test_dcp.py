@@ -281,7 +281,7 @@ def test_another_model_and_folders_that_do_not_fit(left: Path, kept: Path, back:
         export_dcp(kept, tmp_path / "new", nn.Linear(6, 1), diloco())
     with pytest.raises(ArgumentError, match="exists: pass a new folder"):
         export_dcp(kept, back, make(), diloco())
-    with pytest.raises(ArgumentError, match=r"node=2 has no row in .*: give one of \[0, 1\]"):
+    with pytest.raises(ArgumentError, match=r"node=2 has no row in .*: pass one of \[0, 1\]"):
         export_dcp(kept, tmp_path / "new", make(), diloco(), node=2)
     with pytest.raises(ArgumentError, match=r"lacks .*node_0/.metadata"):
         import_dcp(kept, tmp_path, make(), diloco(), steps=AWAY)
