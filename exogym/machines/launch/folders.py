@@ -19,16 +19,16 @@ OWNER_BYTES = 4096
 
 
 @contextlib.contextmanager
-def launch_folder(prefix: str = PREFIX) -> Iterator[Path]:
+def launch_folder() -> Iterator[Path]:
     """A context that makes a launch's folder, and removes it at the end.
 
-    It also removes the folders with this prefix that killed launchers have left.
+    It also removes the folders that killed launchers have left.
 
     Raises:
         ExoGymError: no temporary folder can be written.
     """
-    with temporary_folder(prefix) as folder:
-        for other in folder.parent.glob(f"{prefix}*"):
+    with temporary_folder(PREFIX) as folder:
+        for other in folder.parent.glob(f"{PREFIX}*"):
             if other != folder and is_left(other):
                 _remove(other)
         (folder / RUNNING).mkdir()

@@ -11,12 +11,11 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
-
-from exogym.machines.launch.folders import launch_folder
 
 STEPS = "EXOGYM_STEPS"  # folder where each process writes its progress
 CHUNK_BYTES = 2000  # a file's bytes per line, few enough for a pipe to pass the line in one piece
@@ -42,9 +41,7 @@ class HostReports:
         self.mark, self.every_s, self.interface, self.mine = given["mark"], given["every_s"], interface, mine
         self.mirror = given.get("mirror")
         self.source = None if self.mirror is None else os.path.join(project, self.mirror["folder"])
-        self._folder = launch_folder("exogym-steps-")
-        self.steps = os.path.join(self._folder.__enter__(), "steps")
-        os.mkdir(self.steps)
+        self.steps = tempfile.mkdtemp(prefix="exogym-steps-")
         self.environment = {STEPS: self.steps}
         self._busy: tuple[float, float] | None = None
         self._moved: tuple[float, int, int] | None = None
@@ -60,7 +57,7 @@ class HostReports:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(1.0)  # a controller that has stopped reading must not delay the end
-        self._folder.__exit__(None, None, None)
+        shutil.rmtree(self.steps, ignore_errors=True)
 
     def _run(self) -> None:
         last = False
