@@ -1,8 +1,8 @@
 """Share the load by speed: fast machines get more nodes, or fast nodes larger batches or more local steps.
 
-    nodes    fast processes hold more nodes; only the placement changes, so the result is bitwise identical batch
-    node i takes b_i examples per step, and has the weight b_i in every mean; the sum of all b_i is N b steps    node i
-    takes the share v_i / max v of the local steps; this share is also its weight in every mean
+    nodes    fast processes hold more nodes; only the placement changes, so the result is bitwise identical
+    batch    node i takes b_i examples per step, and has the weight b_i in every mean; the sum of all b_i is N b
+    steps    node i takes the share v_i / max v of the local steps; this share is also its weight in every mean
 
 v_i is the speed of process or node i, N the number of nodes, and b the option `batch_size`. If c_i >= 1 is the number
 of nodes of process i, or of examples of node i, all wait for the largest c_i / v_i, which `share_out` minimizes.

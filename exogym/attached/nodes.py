@@ -51,10 +51,11 @@ def attach(
         strategy: as for `fit`. If you pass an `optimizer`, the strategy's `max_norm`, `lr_scheduler` and `warmup_steps`
             apply to it, and anything else that the strategy says about the inner optimizer must agree with it.
         total_steps: the run's length in optimizer steps. Only schedules over the run and some strategies need it.
-        seed: seed of all random numbers of the strategy, `Nodes.loader` and `Nodes.reseed`. node: this node's
-            processes, if a node consists of several processes over which `fully_shard` divides the model: the torch
-            device mesh that `fully_shard` got, or its process group. Every node needs the same number of consecutive
-            processes. The result is bitwise identical to `fit(strategy, node=NodeMesh(shard=k))` in the same processes.
+        seed: seed of all random numbers of the strategy, `Nodes.loader` and `Nodes.reseed`.
+        node: this node's processes, if a node consists of several processes over which `fully_shard` divides the model:
+            the torch device mesh that `fully_shard` got, or its process group. Every node needs the same number of
+            consecutive processes. The result is bitwise identical to `fit(strategy, node=NodeMesh(shard=k))` in the
+            same processes.
 
     Raises:
         ArgumentError: an argument is wrong, or the strategy or optimizer can't be used in a user's loop.

@@ -28,8 +28,8 @@ def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float |
     """Return the `OptimSpec` of an outer optimizer.
 
     Args:
-        outer_optim: see `OuterRule`.         outer_lr: the outer learning rate. None means 0.7 for 'sgd', otherwise the
-            optimizer's default.
+        outer_optim: see `OuterRule`.
+        outer_lr: the outer learning rate. None means 0.7 for 'sgd', otherwise the optimizer's default.
         outer_momentum: the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
 
     Raises:
@@ -186,7 +186,9 @@ class OuterOptimizer:
         rule: the optimizer and its schedules.
         named: the outer parameters by name.
         hidden: names of the hidden matrices, which "muon" updates with Muon.
-        rounds: the run's number of outer rounds, for the schedules.     Raises:
+        rounds: the run's number of outer rounds, for the schedules.
+
+    Raises:
         ArgumentError: the optimizer draws random numbers, or has no momentum for `outer_momentum_scheduler`.
     """
 

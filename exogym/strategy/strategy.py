@@ -37,9 +37,10 @@ class Run:
     """The facts about a run that a strategy may use.
 
     Attributes:
-        num_nodes: N, the number of nodes.         seed: the run's seed, which determines the random choices that nodes
-            share.         total_steps: T, the steps that each node takes.         examples: (N,) the number of training
-            examples of each node.
+        num_nodes: N, the number of nodes.
+        seed: the run's seed, which determines the random choices that nodes share.
+        total_steps: T, the steps that each node takes.
+        examples: (N,) the number of training examples of each node.
         batch_size: examples per step of a node, or (N,) if nodes differ.
         step_s: (N,) seconds that a step of each node takes, or None if unknown.
         availability: which clients a server can ask for a round. None means all clients in every round.

@@ -47,8 +47,9 @@ class RunProfile:
             "lora_rank=8, window_s=10".
         strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
-        hosts_config: path of the hosts file, relative to the config file's folder. balance: the quantity that is larger
-        on faster hosts: "nodes", "batch" (examples per batch) or "steps". None: all hosts get the same.
+        hosts_config: path of the hosts file, relative to the config file's folder.
+        balance: the quantity that is larger on faster hosts: "nodes", "batch" (examples per batch) or "steps". None:
+            all hosts get the same.
         nodes: number of nodes; default: one per slot.
         steps, batch_size, lr: number of steps, batch size and learning rate; default: the task's values.
         save_dir, checkpoint_interval, seed, resume: as for `NetworkTrainer.fit`.
