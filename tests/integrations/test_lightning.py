@@ -188,7 +188,10 @@ def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_holds_the_averaged_model_too(tmp_path):
-    """By the callback of docs/attach.md. With one step of DDP, the average is every node's model."""
+    """With a callback that adds `model_of(None)` in `on_save_checkpoint`, as docs/attach.md recommends.
+
+    After a step of DDP, the averaged model is every node's model.
+    """
 
     def body(rank):
         class SaveAverage(lightning.Callback):

@@ -145,7 +145,7 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(name, tmp_path):
 
 
 def test_a_checkpoint_holds_the_averaged_model_too(tmp_path):
-    """By the callback of docs/attach.md."""
+    """With a callback that saves `model_of(None)` in `on_save`, as docs/attach.md recommends."""
 
     def body(rank):
         class SaveAverage(transformers.TrainerCallback):
