@@ -113,6 +113,8 @@ def test_two_are_compared(browser: Any) -> None:
     labels = "[...(document.querySelector('.chart')?.plot?.series ?? [])].map(s => s.label)"
     assert until(browser, labels, lambda found: len(found) == 3)[1:] == ["first", "second"]
     assert until(browser, labels, lambda found: found[:1] == ["bytes sent per node"])
+    verdict = until(browser, "document.getElementById('verdict').textContent")
+    assert verdict == "Both need about 90 B for the same loss (0.0000), and they end alike."
     browser.find_element("css selector", ".tabs [value=step]").click()
     assert until(browser, labels, lambda found: found[:1] == ["steps"])
     browser.find_element("css selector", ".tabs [value=tx_bytes]").click()

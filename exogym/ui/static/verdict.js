@@ -46,7 +46,7 @@ export function verdictOf(runs) {
   const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss), [best, worst] = [ends[0], ends.at(-1)];
   const needs = known.map(({ title, rows }) => ({ title, sent: bytesUntil(rows, worst.loss) })).sort((a, b) => a.sent - b.sent), [few, many] = [needs[0], needs.at(-1)];
   const same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
-  const need = many.sent <= few.sent * (1 + ALIKE) ? `All need about ${bytes(few.sent)} for ${same}` : few.sent ? `${few.title} needs ${than}` : `${few.title} needs no bytes for ${same}`;
-  const part = (worst.loss - best.loss) / Math.abs(worst.loss), low = part < ALIKE ? "they end alike" : `${best.title === few.title ? "" : `${best.title} `}ends ${(100 * part).toFixed(0)} % lower`;
+  const need = many.sent <= few.sent * (1 + ALIKE) ? `${known.length > 2 ? "All" : "Both"} need about ${bytes(few.sent)} for ${same}` : few.sent ? `${few.title} needs ${than}` : `${few.title} needs no bytes for ${same}`;
+  const part = worst.loss > best.loss ? (worst.loss - best.loss) / Math.abs(worst.loss) : 0, low = part < ALIKE ? "they end alike" : `${best.title === few.title ? "" : `${best.title} `}ends ${(100 * part).toFixed(0)} % lower`;
   return `${need}, and ${known.length > 2 && part >= ALIKE ? `${best.title === few.title ? "" : `${best.title} `}ends with the lowest loss, ${figure(best.loss)}` : low}.`;
 }
