@@ -45,7 +45,6 @@ VICES = [
     ("relative without a noun", r"\b(?:by|from|of|to|with) what\b(?! (?:order|extent|degree)\b)(?!.*\?)",
      "name the thing"),
     ("relative without a noun", r"\bwhoever\b", "'anybody who', or name the actor"),
-    ("of which", r"\b(?:of which|of whom)\b", "make two sentences"),
     ("possessive by 'of'", r"\bof (?:its|their|your|his|her|one's) own\b", "'its own X' instead of 'an X of its own'"),
     ("possessive by 'of'", r"\bof (?:ours|theirs|hers|yours)\b", "'our X', 'their X'"),
     ("passive riddle", r"\b(?:is|are|was|were|be|been|being) told\b", "say who tells whom: 'the log shows ...'"),

@@ -86,7 +86,7 @@ class Made(Sequence[Any]):
             _ = signature.bind(0, 1, train_dataset=True) if by_name else signature.bind(0, 1, True)
         except TypeError as error:
             raise DataError(
-                f"{name}{signature} cannot be called as a data set factory ({error}): wanted "
+                f"{name}{signature} cannot be called as a data set factory ({error}): expected "
                 "(rank, num_nodes, is_train) or (rank, num_nodes, train_dataset)"
             ) from None
         return by_name

@@ -179,7 +179,7 @@ def _check_headers(file: IO[bytes], place: int, seen: int) -> int:
         shared += header.size * (header.type == GLOBAL)
         if chain > MOST_EXTENDED or total > EXTENDED_BYTES or seen + shared > GLOBAL_BYTES:
             raise tarfile.ReadError(
-                f"at byte {place} there are extended headers of {total} bytes: wanted at most {MOST_EXTENDED} for a "
+                f"at byte {place} there are extended headers of {total} bytes: expected at most {MOST_EXTENDED} for a "
                 f"file, of at most {EXTENDED_BYTES} bytes"
             )
         place += BLOCK + -(-header.size // BLOCK) * BLOCK

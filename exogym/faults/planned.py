@@ -47,7 +47,7 @@ class Faults:
             the first n steps in which it is present.
         forget: if True, a returning node has lost its state and copies parameters, the inner optimizer's state and the
             strategy's state from another node. If False, the node was only unreachable and copies only parameters.
-        seed: seed of the random faults, of the choice of bad nodes, and of bad nodes' noise.
+        seed: seed for the random faults, the choice of bad nodes, and the noise that bad nodes send.
         bad_nodes: a list of the nodes that send wrong updates, or their share of all nodes, a number below 1, which is
             rounded to whole nodes drawn with the seed.
         attack: the kind of wrong updates, "sign_flip", "noise" or "scale".

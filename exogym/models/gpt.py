@@ -16,9 +16,9 @@ from exogym.errors import ArgumentError, check_count, checked
 class CharGPT(nn.Module):
     """A GPT with token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
-    For tokens x, the token embedding E and the position embedding Q give h_0 = E[x] + Q. Each of L layers computes h <-
-    h + Attn(LN(h)) and then h <- h + W_2 gelu(W_1 LN(h)), where LN is layer normalization and W_1, W_2 are the layer's
-    MLP. The result is logits = LN(h_L) E^T.
+    Given tokens x, h_0 = E[x] + Q, where E embeds tokens and Q positions. Each of L layers computes h <- h +
+    Attn(LN(h)) and then h <- h + W_2 gelu(W_1 LN(h)), where LN is layer normalization and W_1, W_2 are the layer's MLP.
+    The result is logits = LN(h_L) E^T.
 
     E is also the head (Press & Wolf 2017), so its parameters count once: P = V d + T d + L (12 d^2 + 2 d) + d. Linear
     layers have no bias, and LN has only a gain. Weights are initialized with the standard deviation 0.02, or 0.02 /

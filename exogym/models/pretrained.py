@@ -169,7 +169,7 @@ def read_trained(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         check_regular(file)
         return load_file(str(file))
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"{os.fspath(file)!r} cannot be read: {error}; wanted the model file of a run") from error
+        raise DataError(f"{os.fspath(file)!r} cannot be read: {error}; expected the model file of a run") from error
 
 
 def rank_of(state: dict[str, Tensor]) -> int | None:

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 AGREEMENTS = 2  # agreements between processes in a stretch: whether to stop, and the losses or the present gradients
 Members = int | Sequence[int]
-# Pages and docstrings repeat these sentences.
 LATE = (
-    "Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each "
-    "process, without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it."
+    "Delayed averages overlap with computation. On hosts, the overlap requires gloo, whole nodes in each process, "
+    "and neither `faults` nor `min_hosts`; otherwise nodes wait for each average right after they send it."
 )
 
 

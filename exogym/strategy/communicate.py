@@ -69,7 +69,7 @@ def set_place(place: Place | None) -> None:
 
 def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
     if kind not in ("barrier", "recv") and not isinstance(given, Tensor):
-        raise StrategyError(f"{kind}() got a {type(given).__name__}, wanted a tensor")
+        raise StrategyError(f"{kind}() got a {type(given).__name__}, expected a tensor")
     tensor = None if given is None else given.detach()
     place = getattr(_here, "place", None)
     if place is None:

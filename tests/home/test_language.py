@@ -193,7 +193,7 @@ def test_the_file_of_a_run_is_enough_for_the_model(tmp_path: Path) -> None:
     ):
         LanguageModelWrapper.from_trained(file, SMALL)
     file.write_bytes(b"torn")
-    with pytest.raises(DataError, match="wanted the model file of a run"):
+    with pytest.raises(DataError, match="expected the model file of a run"):
         LanguageModelWrapper.from_trained(file, base)
 
 

@@ -539,7 +539,7 @@ def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
     with pytest.raises(DataError, match=r"proj_out\.weight differs or is missing"):
         WhisperModelWrapper.from_trained(file, SMALL)
     file.write_bytes(b"torn")
-    with pytest.raises(DataError, match="wanted the model file of a run"):
+    with pytest.raises(DataError, match="expected the model file of a run"):
         WhisperModelWrapper.from_trained(file, SMALL)
 
 

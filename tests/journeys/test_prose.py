@@ -30,7 +30,6 @@ def vices(folder: Path, text: str, name: str = "page.md") -> list[tuple[int, str
         ("A page for who reads it.", "relative without a noun"),
         ("Each row has an optimizer of its own.", "possessive by 'of'"),
         ("A process of ours.", "possessive by 'of'"),
-        ("Three nodes, of which one is absent.", "of which"),
         ("The line is told.", "passive riddle"),
         ("The step is to be taken.", "passive riddle"),
         ("It costs nothing but its name.", "riddle"),

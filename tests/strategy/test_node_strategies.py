@@ -334,7 +334,7 @@ class Mistaken(Strategy):
         ("root", StrategyError, "node 0 waits at broadcast.*src=0.* node 1 waits at broadcast.*src=1"),
         ("alone", StrategyError, "node 0 waits at all_reduce.*node 1 has ended"),
         ("all_but_one", StrategyError, "node 0 waits at all_reduce.*node 3 has ended"),
-        ("none", StrategyError, "got a NoneType, wanted a tensor"),
+        ("none", StrategyError, "got a NoneType, expected a tensor"),
         ("no_such_node", ExoGymError, "node 9"),
         ("operation", ExoGymError, "op='average' is not one of"),
         ("slices", ExoGymError, "one slice per node"),

@@ -198,7 +198,7 @@ STUCK = {
     "to itself": ({1: lambda: recv(1)}, r"recv\(src=1\), which node 1 calls: a node cannot be its own partner"),
     "no number": ({1: lambda: exchange(X, "next")}, r"exchange\(\) needs a node's number as partner, not 'next'"),
     "half a number": ({1: lambda: exchange(X, 0.5)}, r"needs a node's number as partner, not 0.5"),
-    "no tensor": ({1: lambda: send([1.0], 0)}, r"send\(\) got a list, wanted a tensor"),
+    "no tensor": ({1: lambda: send([1.0], 0)}, r"send\(\) got a list, expected a tensor"),
 }  # fmt: skip
 
 

@@ -223,13 +223,13 @@ def test_two_thousand_five_hundred_forged_folders(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "field", "value", "says"),
     [
-        ("run.json", "started_s", "x", "started_s='x': wanted a finite number"),
-        ("summary.json", "wall_s", [], r"wall_s=\[\]: wanted a number"),
-        ("status.json", "heartbeat_s", 10**400, "heartbeat_s=1000.*: wanted a finite number"),
-        ("status.json", "step", -1, "step=-1: wanted a whole number from 0"),
+        ("run.json", "started_s", "x", "started_s='x': expected a finite number"),
+        ("summary.json", "wall_s", [], r"wall_s=\[\]: expected a number"),
+        ("status.json", "heartbeat_s", 10**400, "heartbeat_s=1000.*: expected a finite number"),
+        ("status.json", "step", -1, "step=-1: expected a whole number from 0"),
         ("run.json", "description", {"name": "\ud800"}, "half a character"),
         ("run.json", "description", {"deep": DEEP}, "more than 64 deep"),
-        ("status.json", "process", {"pid": "1"}, "wanted an object with pid"),
+        ("status.json", "process", {"pid": "1"}, "expected an object with pid"),
         ("status.json", "trouble", "x" * 30_000, "at most 20000 characters"),
         ("hosts.json", "hosts", [{"heard_s": "x"}], None),
     ],

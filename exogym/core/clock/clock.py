@@ -53,8 +53,8 @@ class Clock:
     A server's line also carries one message at a time in each direction, and pushes and pulls wait for earlier
     messages. (Sharing the line would delay all messages whenever one is added; the rate of a full line is the same.)
 
-    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
-    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
+    Delayed averages overlap with computation. On hosts, the overlap requires gloo, whole nodes in each process, and
+    neither `faults` nor `min_hosts`; otherwise nodes wait for each average right after they send it.
 
     Args:
         num_nodes: the number of nodes, N.

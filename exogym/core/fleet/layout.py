@@ -124,8 +124,8 @@ def layouts_of(module: nn.Module) -> list[Layout]:
     """Return the layouts of the module's trainable parameters, one per dtype, in order of appearance.
 
     Raises:
-        ModelError: no parameter is trainable, or a parameter cannot be a range of columns: it is not dense, not
-            floating point, not initialized, or partly overlaps another parameter in memory.
+        ModelError: no parameter is trainable, or a trainable parameter cannot be stored in a row, because it is
+            sparse, not floating point, not initialized, or partly overlaps another parameter in memory.
     """
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trainable:

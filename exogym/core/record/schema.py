@@ -8,7 +8,7 @@ JSON and nesting depth, and the type, length and finiteness of each field that i
 >>> check_file("status.json", {"state": "running", "started_s": "x"})
 Traceback (most recent call last):
 ...
-exogym.errors.ArgumentError: status.json: started_s='x': wanted a finite number
+exogym.errors.ArgumentError: status.json: started_s='x': expected a finite number
 >>> row_of(b'{"step": 3, "node": null}\\n'), row_of(b'{"step": 4, "no')
 ({'step': 3, 'node': None}, None)
 >>> read_file("runs/none/status.json"), [*rows_in("runs/none/records.jsonl")]
@@ -312,7 +312,7 @@ def _check(where: str, kinds: Mapping[str, Kind], found: Mapping[str, Any], othe
     for name in kinds if other is None else found:
         kind, value = kinds.get(name) or other, found.get(name)
         if value is not None and kind is not None and not kind.fits(value):
-            raise ArgumentError(f"{where}: {name[:LABEL]}={reprlib.repr(value)}: wanted {kind.wanted}")
+            raise ArgumentError(f"{where}: {name[:LABEL]}={reprlib.repr(value)}: expected {kind.wanted}")
 
 
 def _is_of_numbers(row: Row) -> bool:

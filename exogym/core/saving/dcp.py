@@ -308,7 +308,7 @@ class _Subject:
             for name, (shape, dtype) in wanted.items():
                 if sizes.get(name) != (shape, dtype):
                     given = "nothing" if name not in sizes else f"{sizes[name][1]} {sizes[name][0]}"
-                    raise CheckpointError(f"{folder}: {name!r} is {given}, wanted {dtype} {shape}")
+                    raise CheckpointError(f"{folder}: {name!r} is {given}, expected {dtype} {shape}")
             _check_pieces(index, folder, {*wanted, *state})
             values = _read(reader, {name: sizes[name] for name in (*wanted, *state)})
         result = {key: x for key, x in before.items() if not key.startswith("optimizer.")}

@@ -261,7 +261,7 @@ def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
             return f"{name!r} is unknown to it"
         one, other = saved[name], wanted[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return f"{name!r} is {one.dtype} {tuple(one.shape)}, wanted {other.dtype} {tuple(other.shape)}"
+            return f"{name!r} is {one.dtype} {tuple(one.shape)}, expected {other.dtype} {tuple(other.shape)}"
     return ""
 
 

@@ -139,7 +139,7 @@ class RunOptions:
             after the first eight tests in less than 1 % of the steps. If such a loss is no mean, an error ends the run.
             BatchNorm's statistics and dropout's random draws are separate for each minibatch.
         max_memory_usage: Maximum share of the memory to use, from 0 to 1. ExoGym finds a minibatch_size that fits and
-            prints this size. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
+            prints this size. If ExoGym has to split batches, it tests the loss as for `minibatch_size=`.
         val_batch_size: Examples per forward pass of an evaluation. Results change by rounding only. The default is as
             many as training computes at once: `minibatch_size`, or a step's batch. Without `minibatch_size` it is up to
             256 if the activations of these examples take at most 64 MiB.

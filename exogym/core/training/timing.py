@@ -27,10 +27,8 @@ MOST_NODES = 64  # in an event
 class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
-    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
-    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it. On a measured
-    network, an all-reduce takes as long as ExoGym's exact all-reduce on hosts, or as torch's all-reduce with
-    `Placement(reduction="native")`.
+    Delayed averages overlap with computation as `Clock` says. On a measured network, an all-reduce takes as long as
+    ExoGym's exact all-reduce on hosts, or as torch's all-reduce with `Placement(reduction="native")`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.

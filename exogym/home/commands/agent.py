@@ -29,7 +29,7 @@ def agent(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(metavar="IP", help="Address of this computer to listen on. [default: its only address]"),
+        typer.Option(metavar="IP", help="Address of this computer to listen on. [default: the default route's]"),
     ] = None,
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on. 0 chooses a free port.")

@@ -35,7 +35,7 @@ class Finder:
         asker: asks the questions.
         file: the hosts file.
         key, ssh_config: see `machines.discovery.enrol`.
-        address: the address of this computer for the other computers. None means its only address.
+        address: the address of this computer for the other computers. None means the default route's.
     """
 
     def __init__(self, asker: Asker, file: Path, key: str, ssh_config: str | None, address: str | None):

@@ -55,7 +55,7 @@ def wizard(
         Path | None, typer.Option(metavar="FILE", help="Hosts file. Paired computers are added to it.")
     ] = None,
     computers: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Computers to use, such as studio,den, or all.")
+        str | None, typer.Option(metavar="NAMES", help="Names of the computers to use, separated by commas, or all.")
     ] = None,
     code: Annotated[
         list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="Code that a computer shows. Repeatable.")
@@ -91,14 +91,16 @@ def wizard(
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(metavar="IP", help="Address at which the others reach this computer. [default: its only address]"),
+        typer.Option(
+            metavar="IP", help="Address at which the others reach this computer. [default: the default route's]"
+        ),
     ] = None,
     key: KeyFile = KEY_FILE,
     ssh_config: SSHConfig = None,
     yes: Annotated[bool, typer.Option("--yes", help="Measure and train without asking.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train on the computers of your network, after a few questions.
+    """Train on the computers on your network, after a few questions.
 
     The wizard finds computers that run exogym agent, or reads a hosts file. It checks these computers, measures the
     network and the time of a step, proposes a strategy, H and batch size with the predicted time, and trains if you

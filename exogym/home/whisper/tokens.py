@@ -23,8 +23,8 @@ class Tokens:
     <|transcribe|>. Without timestamps the prompt ends with <|notimestamps|>. The labels of a text are the rest of the
     prompt after <|startoftranscript|>, then a space and the text, then <|endoftext|>. With timestamps the token
     <|0.00|> comes before the text. After the text comes the token of the clip's length, in steps of 0.02 s. The ids of
-    times follow the id of <|notimestamps|>. A tokenizer may lack the times, so its length does not give the size of the
-    vocabulary.
+    timestamp tokens follow the id of <|notimestamps|>. A tokenizer may lack timestamp tokens, so its length does not
+    give the size of the vocabulary.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.

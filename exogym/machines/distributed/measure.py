@@ -184,10 +184,10 @@ def _expect(name: str, got: Tensor | None, wanted: Tensor | None, op: ReduceOp |
         if not len(wrong):
             return
         place = int(wrong[0])
-        difference = f"element {place} is {got[place].item()}, wanted {wanted[place].item()}"
+        difference = f"element {place} is {got[place].item()}, expected {wanted[place].item()}"
     else:
         shapes = ["nothing" if x is None else str(tuple(x.shape)) for x in (got, wanted)]
-        difference = f"got {shapes[0]}, wanted {shapes[1]}"
+        difference = f"got {shapes[0]}, expected {shapes[1]}"
     which = name if op is None else f"{name}(op={op.value!r})"
     raise GroupError(f"self-test: {which} is wrong on rank {dist.get_rank()} of {dist.get_world_size()}: {difference}")
 

@@ -162,7 +162,7 @@ class HostsConfig:
                 f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
         except (ValueError, RecursionError) as error:  # numbers with thousands of digits, endlessly nested lists
-            raise ArgumentError(f"{name}: unreadable JSON ({error}); wanted {EXAMPLE}") from None
+            raise ArgumentError(f"{name}: unreadable JSON ({error}); expected {EXAMPLE}") from None
         if not isinstance(value, dict):
             raise ArgumentError(f"{name} must hold an object such as {EXAMPLE}, not {type(value).__name__}")
         return _HostsReader(name, value).config()
@@ -337,4 +337,4 @@ class _HostsReader:
 
     def _wrong(self, field: str, what: str, wanted: str) -> ArgumentError:
         what = what if what.startswith("=") else f" {what}"
-        return ArgumentError(f"{self.name}: {field}{what}; wanted {wanted}")
+        return ArgumentError(f"{self.name}: {field}{what}; expected {wanted}")

@@ -256,7 +256,7 @@ def _value(where: str, key: str, text: str) -> Any:
         value = kind(text)
     except ValueError:
         wanted = "a whole number" if kind is int else "a number"
-        raise ArgumentError(f"{where} = {text!r}; wanted {wanted}") from None
+        raise ArgumentError(f"{where} = {text!r}; expected {wanted}") from None
     if value == "":
         raise ArgumentError(f"{where} is empty; set a value or leave the field out")
     return value

@@ -140,8 +140,8 @@ def advise(
         network: a `Network`, or text for `Network.parse`.
         step_seconds: time of a node's step, as a `StepTime`, a number of seconds, or text such as "20ms"; or a list
             with the time of each node; or its operations as `Work`.
-        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. At speed 0.5, a step takes twice as
-            long.
+        speeds: the nodes' relative speeds, above 0 (not with a `StepTime`, which has its own). At speed 0.5, a step
+            takes twice as long.
         bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s. `advise` recommends
             the strategy that is expected to reach DDP's loss first. It recommends DDP where the fastest node alone is

@@ -328,12 +328,12 @@ def held(folder: Path) -> dict[str, Any]:
 def test_tensors_that_are_missing_or_do_not_fit(kept: Path, back: Path) -> None:
     state = held(back / "node_1")
     for change, message in [
-        ({"model.0.weight": None}, "'model.0.weight' is nothing, wanted torch.float32 \\(16, 6\\)"),
-        ({"model.0.weight": torch.zeros(6, 16)}, r"is torch.float32 \(6, 16\), wanted"),
-        ({"model.0.weight": torch.zeros(16, 6, dtype=torch.bfloat16)}, "is torch.bfloat16 .* wanted torch.float32"),
+        ({"model.0.weight": None}, "'model.0.weight' is nothing, expected torch.float32 \\(16, 6\\)"),
+        ({"model.0.weight": torch.zeros(6, 16)}, r"is torch.float32 \(6, 16\), expected"),
+        ({"model.0.weight": torch.zeros(16, 6, dtype=torch.bfloat16)}, "is torch.bfloat16 .* expected torch.float32"),
         ({name: None for name in state if name.startswith("optim")}, "save the optimizer's state dict as 'optim', too"),
         ({"model.0.weight": "text"}, "'model.0.weight' is nothing"),
-        ({"optim.state.0.weight.exp_avg": None}, "'optim.state.0.weight.exp_avg' is nothing, wanted torch.float32"),
+        ({"optim.state.0.weight.exp_avg": None}, "'optim.state.0.weight.exp_avg' is nothing, expected torch.float32"),
     ]:
         saved(back / "node_1", {name: x for name, x in (state | change).items() if x is not None})
         with pytest.raises(CheckpointError, match=message):

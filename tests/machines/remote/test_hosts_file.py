@@ -72,19 +72,19 @@ WRONG = {
     "no master": ({}, "master is missing"),
     "misspelt": ({"mastr": "a"}, "no field 'mastr': did you mean 'master'?"),
     "misspelt inside": ({"master": {"address": "a", "slot": 2}}, "no field 'master.slot': did you mean 'slots'?"),
-    "workers": ({"master": "a", "workers": "b"}, "workers='b'; wanted a list"),
-    "number": ({"master": "a", "workers": [7]}, "workers[0]=7; wanted an address, or an object"),
+    "workers": ({"master": "a", "workers": "b"}, "workers='b'; expected a list"),
+    "number": ({"master": "a", "workers": [7]}, "workers[0]=7; expected an address, or an object"),
     "no address": ({"master": {"slots": 2}}, "master.address is missing"),
     "slots": ({"master": {"address": "a", "slots": 0}}, "master.slots=0 must be a whole number of at least 1"),
     "slots true": ({"master": {"address": "a", "slots": True}}, "master.slots=True must be a whole number"),
-    "port": ({"master": "a", "ssh_port": "22"}, "ssh_port='22'; wanted a port"),
-    "own port": ({"master": "a", "workers": [{"address": "b", "port": 70000}]}, "workers[0].port=70000; wanted a port"),
-    "master_port": ({"master": "a", "master_port": 0}, "master_port=0; wanted a port"),
-    "device": ({"master": {"address": "a", "device": "cuda 0"}}, "master.device='cuda 0'; wanted auto, cpu, cuda"),
-    "path": ({"master": "a", "project_path": "here"}, "project_path='here'; wanted an absolute path of a folder"),
-    "python": ({"master": "a", "python_env": "env/bin/python"}, "python_env='env/bin/python'; wanted the path"),
-    "null": ({"master": "a", "ssh_user": None}, "ssh_user=null; wanted a value"),
-    "twice": ({"master": "a", "workers": ["b", "b"]}, "workers[1]='b' occurs twice; wanted one entry"),
+    "port": ({"master": "a", "ssh_port": "22"}, "ssh_port='22'; expected a port"),
+    "own port": ({"master": "a", "workers": [{"address": "b", "port": 70000}]}, "[0].port=70000; expected a port"),
+    "master_port": ({"master": "a", "master_port": 0}, "master_port=0; expected a port"),
+    "device": ({"master": {"address": "a", "device": "cuda 0"}}, "master.device='cuda 0'; expected auto, cpu, cuda"),
+    "path": ({"master": "a", "project_path": "here"}, "project_path='here'; expected an absolute path of a folder"),
+    "python": ({"master": "a", "python_env": "env/bin/python"}, "python_env='env/bin/python'; expected the path"),
+    "null": ({"master": "a", "ssh_user": None}, "ssh_user=null; expected a value"),
+    "twice": ({"master": "a", "workers": ["b", "b"]}, "workers[1]='b' occurs twice; expected one entry"),
     "localhost": ({"master": "localhost", "workers": ["10.0.0.2"]}, "workers[0]='10.0.0.2' beside master='localhost'"),
 }  # fmt: skip
 
@@ -119,11 +119,11 @@ def test_no_hostile_host_or_user(value: str) -> None:
         ({"master": {"address": "a", "ssh_host": value}}, "master.ssh_host"),
     ):
         with pytest.raises(
-            ArgumentError, match=rf"^hosts: {field.replace('[', '.').replace(']', '.')}=.*wanted a host name"
+            ArgumentError, match=rf"^hosts: {field.replace('[', '.').replace(']', '.')}=.*expected a host name"
         ):
             HostsConfig.load(fields)
     if value != "user@host":  # some sites have such user names; ssh is given it after -l
-        with pytest.raises(ArgumentError, match=r"^hosts: ssh_user=.*wanted a user name"):
+        with pytest.raises(ArgumentError, match=r"^hosts: ssh_user=.*expected a user name"):
             HostsConfig.load({"master": "a", "ssh_user": value})
 
 

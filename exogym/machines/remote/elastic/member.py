@@ -135,8 +135,8 @@ class Member:
             if failed.count(generation.members) >= TRIES:
                 ranks = ", ".join(map(str, generation.members))
                 raise WorkerError(
-                    f"ranks {ranks} failed {TRIES} times to reach each other: check the firewall between their hosts "
-                    "(exogym doctor tests all connections)"
+                    f"ranks {ranks} could not reach each other in {TRIES} attempts: check the firewalls between "
+                    "their hosts (exogym doctor tests all connections)"
                 )
             time.sleep(RETRY_S * len(failed))
             planned = False  # a member was lost in the meantime; all are at the same step as before
