@@ -78,7 +78,7 @@ benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less th
 reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours; rerun it to continue) and write their page in research/
 	$(BIN)/python -m research reproduce --page research/results/reproductions.md
 
-atlas: $(VENV)/.stamp-examples ## tune every method alike (days; rerun it to continue) and write the page in research/
+atlas: $(VENV)/.stamp-examples,search ## tune every method alike (days; rerun it to continue) and write the page in research/
 	$(BIN)/python -m research benchmark --trials 8 --page research/results/atlas.md
 
 research-test: $(VENV)/.stamp-dev ## test the studies in research/
