@@ -23,10 +23,10 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
     """Return the edges (i, j), i < j, of an undirected graph over the nodes.
 
     Args:
-        graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name: "ring" or "complete".
-            "torus": a grid as near to a square as `num_nodes` allows. "exponential": edges from node i to i + 1, i + 2,
-            i + 4, ....... "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph
-            is connected. "matching": pairs drawn anew for each mix.
+        graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name: "ring"; "complete";
+            "torus", a grid as near to a square as `num_nodes` allows; "exponential", edges from node i to i + 1, i + 2,
+            i + 4, ...; "random", each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph is
+            connected; "matching", pairs drawn anew for each mix.
 
     Raises:
         ArgumentError: the name is unknown, or the graph has other nodes, is directed, or is not connected.
