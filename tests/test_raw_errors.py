@@ -197,7 +197,7 @@ def test_a_single_example_that_nobody_foresaw_is_explained():
     """Such as a device's part of a batch."""
     loss = Loss(nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2)), CE)
     loss([X[:2], Y[:2]])
-    with pytest.raises(DataError, match=r"at least 2 examples at once, and got 1: .* \(torch: Expected more than 1"):
+    with pytest.raises(DataError, match=r"at least 2 examples at once, but got 1: .* \(torch: Expected more than 1"):
         loss([X[:1], Y[:1]])
 
 
@@ -448,7 +448,7 @@ OUT_OF = {
     "memory for a process": (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "out of memory"),
     "memory for torch": (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory"),
     "a GPU's memory": (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
-    "files": (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "too many open files: this process may open"),
+    "files": (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "too many open files (limit: "),
     "files, said as ours": (ArgumentError("x cannot be read (Too many open files): name another"), "too many open"),
     "NUL": (ValueError("embedded null byte"), "the character NUL"),
 }
@@ -486,9 +486,7 @@ def test_a_limit_of_open_files_is_named(tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert status == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        said == "exogym: error: too many open files: this process may open 3; raise the limit, as with ulimit -n 4096"
-    )
+    assert said == "exogym: error: too many open files (limit: 3); raise the limit, for example with ulimit -n 4096"
 
 
 NUL = {
@@ -519,5 +517,5 @@ def test_the_page_says_that_its_folder_does_not_exist(tmp_path, monkeypatch, cap
         capsys.readouterr().err
         == f"exogym: --runs {tmp_path / 'nowhere'} does not exist yet, so the page shows no runs\n"
     )
-    assert main(["ui", "--runs", str(tmp_path / "file")]) == 2 and "is no folder" in capsys.readouterr().err
+    assert main(["ui", "--runs", str(tmp_path / "file")]) == 2 and "is not a folder" in capsys.readouterr().err
     assert served == [tmp_path.name, "nowhere"]

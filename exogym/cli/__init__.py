@@ -160,7 +160,7 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
             options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
             names = [name for name in options if name.startswith("--")]
             instead = retired(option.removeprefix("--").replace("-", "_"), error.ctx.info_name if error.ctx else "")
-            text = f"there is no option {option}: {instead or nearest(option, names)}"
+            text = f"unknown option {option}: {instead or nearest(option, names)}"
         elif instead := _retired_word(error, given):
             text = f"{text.rstrip('.')}: {instead}"
     elif limit := _limit_in(error):
@@ -193,7 +193,7 @@ def _limit_in(error: BaseException | None) -> tuple[str, int] | None:
             import resource  # not on every system
 
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return f"too many open files: this process may open {most}; raise the limit, as with ulimit -n 4096", 1
+            return f"too many open files (limit: {most}); raise the limit, for example with ulimit -n 4096", 1
         if isinstance(error, MemoryError) or (not is_ours and _OUT_OF_MEMORY.search(text)):
             return (
                 f"out of memory ({text[:200] or 'MemoryError'}): use fewer nodes, a smaller batch or a smaller model, "
@@ -201,6 +201,6 @@ def _limit_in(error: BaseException | None) -> tuple[str, int] | None:
                 1,
             )
         if isinstance(error, ValueError) and "embedded null" in text:
-            return "a path holds the character NUL, which no file's name can have: give another path", 2
+            return "a path contains the character NUL, which file names cannot contain: use another path", 2
         error = error.__cause__ or error.__context__
     return None

@@ -187,7 +187,9 @@ def advise(
     if links is None:
         assert config is not None
         if count != config.slots:
-            raise ArgumentError(f"--hosts has {config.slots} nodes, wanted {count}: give the same number of nodes")
+            raise ArgumentError(
+                f"expected {count} nodes, but --hosts has {config.slots}: use the same number of nodes for both"
+            )
         predict(network="lan-1g", step_seconds=step or 1.0, **predicted)  # raises now: measuring takes a minute
         links = measure_hosts(config, MEASURED_FILE, task=dataset)
         step = _measured_steps(links, dataset) if step_seconds is None and flops is None and not assumed else step
@@ -224,7 +226,7 @@ def _check_pairs(context: typer.Context) -> None:
     for name, others in NEEDS.items():
         if name in given and not given.intersection(others):
             wanted = " or ".join(names[other] for other in others)
-            raise ArgumentError(f"{names[name]} needs {wanted}: give {wanted} too, or leave {names[name]} out")
+            raise ArgumentError(f"{names[name]} needs {wanted}: pass {wanted} as well, or omit {names[name]}")
     for one, other, why in APART:
         if {one, other} <= given:
             raise ArgumentError(why.format(names[one], names[other]) + ": give only one")
@@ -235,7 +237,7 @@ def _links(network: str | None, hosts: HostsConfig | None) -> Network | None:
     links = None if network is None else Network.of(network)
     if links is not None and hosts is not None:
         if links.measurement is None:
-            raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave out --network or --hosts")
+            raise ArgumentError(f"--network {network} is not a measurement of --hosts: omit --network or --hosts")
         links.measurement.check_hosts(hosts.addresses)
     return links
 

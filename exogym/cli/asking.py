@@ -86,7 +86,7 @@ class Asker:
 
     def _without(self, flag: str, question: str, default: Any) -> Any:
         if default is None:
-            raise ArgumentError(f"{question} Without a terminal, give {flag}")
+            raise ArgumentError(f"{question} Without a terminal, pass {flag}")
         notice(f"{flag} {default}")
         return default
 
@@ -116,5 +116,5 @@ def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     """
     for text in given:
         if "=" not in text:
-            raise ArgumentError(f"{option}={text!r}: wanted NAME=CODE, as in {option} studio=123-456")
+            raise ArgumentError(f"{option}={text!r} must be NAME=CODE, for example {option} studio=123-456")
     return dict(text.split("=", 1) for text in given)

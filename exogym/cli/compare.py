@@ -215,7 +215,7 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
 
     if is_open("out"):
         raise ArgumentError(
-            "--resume needs the comparison's folder: give --out, as in --out runs/digits-20261122-120000"
+            "--resume needs the comparison's folder: pass --out, for example --out runs/digits-20261122-120000"
         )
     before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):

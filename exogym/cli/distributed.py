@@ -46,11 +46,11 @@ def distributed_train(
     run = load_profile(config, profile, resume=resume)
     file = hosts or run.hosts_config
     if file is None:
-        raise ArgumentError("no hosts file: give --hosts FILE, or hosts_config in the profile")
+        raise ArgumentError("no hosts file: pass --hosts FILE, or set hosts_config in the profile")
     known = HostsConfig.load(file)
     if run.nodes is not None and run.nodes < known.slots:
         raise ArgumentError(
-            f"nodes = {run.nodes} for {known.slots} slots in the hosts file: give each slot at least one node"
+            f"nodes = {run.nodes}, but the hosts file has {known.slots} slots: set nodes to at least {known.slots}"
         )
     train(profile, run, known, sync)
 

@@ -65,7 +65,7 @@ def doctor(
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:
-            raise ArgumentError(f"{option} needs --measure: give --measure too, or leave {option} out")
+            raise ArgumentError(f"{option} needs --measure: pass --measure as well, or omit {option}")
     config = HostsConfig.load(hosts)
     checks = check_hosts(config, sync=sync, save_dir=save_dir)
     print_checks(checks, sys.stdout)

@@ -114,11 +114,11 @@ def note(
     """Set the note and tags of a run, comparison or sweep, and print them."""
     known = {run.name: run for run in runs.list(where)}
     if name not in known:
-        raise ArgumentError(f"found no run {name!r}: see exogym runs list --runs {where}")
+        raise ArgumentError(f"run {name!r} not found: list the runs with exogym runs list --runs {where}")
     before = read_notes(known[name].path)
     if missing := [word for word in untag if word not in before.tags]:
         raise ArgumentError(
-            f"--untag={missing[0]!r} is not a tag of {name}; its tags: {', '.join(before.tags) or 'none'}"
+            f"--untag={missing[0]!r} is not a tag of {name}; existing tags: {', '.join(before.tags) or 'none'}"
         )
     tags = [word for word in (*before.tags, *tag) if word not in untag]
     now = Notes(tags, before.note if text is None else text, before.title)
@@ -164,7 +164,7 @@ def export(
         raise ArgumentError(f"--to {to} must end in .csv; for other files write exogym.runs.load(...).to_pandas()")
     names = _with_children(where, [name]) if where.is_dir() else [name]
     if not names:
-        raise ArgumentError(f"{name} has no run yet: wait until its first run has begun")
+        raise ArgumentError(f"{name} has no run yet: wait until its first run has started")
     run = _load(where, names[0])
     if names != [name]:
         of_all = [{"run": one.removeprefix(f"{name}/")} | row for one in names for row in _load(where, one).records]
@@ -185,12 +185,12 @@ def remove(
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:
-            raise ArgumentError(f"found no run {name!r}: see exogym runs list --runs {where}")
+            raise ArgumentError(f"run {name!r} not found: list the runs with exogym runs list --runs {where}")
         if known[name].state == "running":
             raise ArgumentError(f"{name} is running: stop it first")
     if not yes:
         if not sys.stdin.isatty():
-            raise ArgumentError(f"removing {', '.join(names)} cannot be undone: give --yes to confirm")
+            raise ArgumentError(f"removing {', '.join(names)} cannot be undone: pass --yes to confirm")
         typer.confirm(f"Remove {', '.join(names)}?", abort=True)
     for name in names:
         shutil.rmtree(known[name].path, ignore_errors=name.partition("/")[0] in names)

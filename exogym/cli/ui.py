@@ -62,12 +62,12 @@ def ui(
 
     if not where.is_dir():
         if os.path.lexists(where):
-            raise ArgumentError(f"--runs {where} is no folder: name the folder with the runs")
+            raise ArgumentError(f"--runs {where} is not a folder: pass the folder that contains the runs")
         notice(f"--runs {where} does not exist yet, so the page shows no runs")
 
     def ready(address: str) -> None:
         print(address, flush=True)
-        notice("open this address in a browser; Ctrl-C ends the page, its runs continue")
+        notice("open this address in a browser; Ctrl-C stops the page, but not its runs")
         has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         if opens and sys.stdout.isatty() and has_screen:
             webbrowser.open(address)

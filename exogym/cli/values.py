@@ -42,7 +42,7 @@ def count_of(option: str, text: str) -> float:
         raise ArgumentError(f"{option}={text!r} must be a number such as 124M, 1.3B or 6e14")
     number = float(match[1].replace("_", "") + (match[2] or "")) * FACTORS[match[3].lower()]
     if not 0 < number < math.inf:
-        raise ArgumentError(f"{option}={text!r} must be a finite number over 0")
+        raise ArgumentError(f"{option}={text!r} must be a finite number above 0")
     return number
 
 
@@ -57,7 +57,7 @@ def numbers_of(option: str, text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"{option}={text!r} must be numbers separated by commas, as 1,1,0.5") from None
+        raise ArgumentError(f"{option}={text!r} must be numbers separated by commas, such as 1,1,0.5") from None
 
 
 def processes_of(text: str) -> int | str:

@@ -26,7 +26,7 @@ GRACE_S = 120  # from SIGTERM, at which the run saves itself, to the end of a po
 RESTARTS = 10  # failures that are allowed, for each pod
 WORK = "/work"  # the project's folder in the image, and the working directory
 MOUNT = "/checkpoints"  # the folder of the claim in the pods
-LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
+LABEL_WORDS = "at most 52 lowercase letters, digits and '-', as in a DNS label"
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Pods:
         for name in ("name", "claim"):
             check_word(name, getattr(self, name), LABEL, LABEL_WORDS)
         for name in ("cpus", "memory"):
-            check_word(name, getattr(self, name), QUANTITY, "a quantity, as 500m, 2 or 4Gi")
-        check_word("image", self.image, IMAGE, "an image, as registry.example/team/exogym:1")
+            check_word(name, getattr(self, name), QUANTITY, "a quantity, such as 500m, 2 or 4Gi")
+        check_word("image", self.image, IMAGE, "an image, such as registry.example/team/exogym:1")
         check_arguments((self.script, *self.arguments))
         if not self.script:
-            raise ArgumentError("no script: give the path of a Python file in the image")
+            raise ArgumentError("no script: pass the path of a Python file in the image")
 
     @property
     def processes(self) -> int:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from exogym.clusters.words import MEMORY, NAME, TIME, check_arguments, check_word
 from exogym.errors import ArgumentError, check_count
 
-NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63"
+NAME_WORDS = "at most 63 letters, digits, '.', '_' and '-'"
 BEFORE_S = 120  # the run saves a checkpoint so long before the time limit
 RESTARTS = 100  # that the job may ask for
 TEMPLATE = """\
@@ -100,10 +100,10 @@ class SlurmJob:
         if self.time is not None:
             check_word("time", self.time, TIME, "minutes, or [days-]hours:minutes[:seconds]")
         if self.memory is not None:
-            check_word("memory", self.memory, MEMORY, "a whole number with K, M, G or T, as 16G")
+            check_word("memory", self.memory, MEMORY, "a whole number with K, M, G or T, such as 16G")
         check_arguments((self.script, self.folder, self.python, *self.arguments))
         if not self.script:
-            raise ArgumentError("no script: give the path of a Python file")
+            raise ArgumentError("no script: pass the path of a Python file")
 
     @property
     def processes(self) -> int:

@@ -122,7 +122,7 @@ class MomentAverage(PeriodicModule):
 class DESLOCStrategy(CommunicateOptimizeStrategy):
     """DES-LOC: local Adam that averages parameters, first moments u and second moments v, each at its own period.
 
-    Use it when local Adam needs averaged moments at fewer bytes.
+    Use it when nodes train with Adam, and averaging its moments as often as the parameters costs too many bytes.
 
         theta_i <- mean_j theta_j every H steps;   u_i <- mean_j u_j every H_u;   v_i <- mean_j v_j every H_v
 

@@ -96,7 +96,7 @@ class CorrectingServer(ParameterServer):
 class HeLoCoStrategy(ClockedStrategy):
     """HeLoCo: asynchronous DiLoCo with momentum look-ahead, and a server that corrects stale Deltas tensor by tensor.
 
-    Use it when nodes' speeds and data differ, so that asynchronous DiLoCo's stale updates hurt.
+    Use it when asynchronous nodes differ in speed and data, so that stale Deltas conflict with the outer momentum.
 
         g <- rho correct(Delta, m);   m <- mu m + (1 - mu) g;   theta <- theta - eta (g + mu m)
 

@@ -99,7 +99,7 @@ class SlowMoCommunicator(OuterModule):
 class SlowMoStrategy(CommunicateOptimizeStrategy):
     """SlowMo: local steps with any inner optimizer, then a step of slow momentum along the nodes' mean change.
 
-    Use it like DiLoCo, when the outer step should follow the inner learning rate.
+    Use it when local SGD loses quality. Unlike in DiLoCo, the momentum follows the inner learning rate's changes.
 
         u <- beta u + (theta - mean_i theta_i) / gamma;   theta <- theta - alpha gamma u;   theta_i <- theta
 

@@ -65,7 +65,7 @@ REFUSED: tuple[Refused, ...] = (
         "robust",
         "its own mean",
         "a rule replaces a mean, and this strategy has no mean that a rule could replace",
-        "leave robust out, or take 'norm_cap'",
+        "leave robust out, or use 'norm_cap'",
     ),
     Refused(
         "robust",
@@ -73,7 +73,7 @@ REFUSED: tuple[Refused, ...] = (
         "a rule compares the nodes' whole values. A median of mostly zeros is zero, and a node drops the values that "
         "it sent, so training stops. A rule over only the nodes that sent an entry would accept a bad node's entries "
         "unchanged",
-        "leave robust out, or take 'norm_cap'",
+        "leave robust out, or use 'norm_cap'",
     ),
     Refused(
         ("robust", "privacy"),
@@ -91,7 +91,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "gradient_modules",
         ("corrections", "nodes that rest"),
-        "gradient modules take all nodes' gradients at every step and replace them. A correction needs each node's own "
+        "gradient modules replace all nodes' gradients at every step. A correction needs each node's own "
         "gradient, and clients that are sampled or take fewer steps have none",
         "leave one of them out",
     ),
@@ -113,7 +113,7 @@ REFUSED: tuple[Refused, ...] = (
         "the strategy divides the H steps of a round",
         "leave it out, and pass H",
     ),
-    Refused("local_steps", "local_epochs", "both set a client's number of steps", "give one of them"),
+    Refused("local_steps", "local_epochs", "both set a client's number of steps", "pass only one of them"),
     Refused(
         ("local_steps", "local_epochs", "delay", "island_H", "rounds of one length"),
         "rounds of different lengths",
@@ -232,7 +232,7 @@ REFUSED: tuple[Refused, ...] = (
         "a strategy written for one node handles absent nodes only in one process and without stacked = True",
         "leave one of them out, or write the strategy as a CommunicationModule",
     ),
-    Refused("trace", "planned faults", "both decide which nodes are absent", "give one of them"),
+    Refused("trace", "planned faults", "both decide which nodes are absent", "pass only one of them"),
     Refused(
         "trace",
         "a server that asks nobody",
@@ -340,7 +340,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "attach",
         ("its own clock", "nodes that rest"),
-        "your loops take every step on every node, could not rest, and no virtual clock orders them",
+        "your loops take every step on every node and cannot pause, and no virtual clock orders the steps",
         "use a strategy in which all nodes take all steps (DiLoCo with delay=), or train with LocalTrainer",
     ),
     # Hosts

@@ -33,7 +33,7 @@ from exogym.mesh.split import whole_layouts
 from exogym.mesh.torch_private import hold_shard, sharded_parameters, take_gradient
 from exogym.mesh.wire import MeshWire
 
-HOW = "shard it with fully_shard(model, mesh=...) on the mesh that you give as node="
+HOW = "shard it with fully_shard(model, mesh=...) on the mesh that you pass as node="
 
 
 class Shards:
@@ -69,7 +69,7 @@ class Shards:
             _check(slot.name, p, handles.get(id(p)), dist.get_process_group_ranks(self.inside.group))
             if local_of(p).shape != slot.shape:
                 raise ModelError(
-                    f"{slot.name!r} has {tuple(local_of(p).shape)} in process {part} of its node, wanted "
+                    f"{slot.name!r} has {tuple(local_of(p).shape)} in process {part} of its node, expected "
                     f"{tuple(slot.shape)}: {HOW}"
                 )
             self._sharded.append(p)
@@ -99,7 +99,7 @@ class Shards:
         for name, p, view in zip(self._pointer.names, self._sharded, self._pointer.at, strict=True):
             if local_of(p).data_ptr() != view.data_ptr():
                 raise ModelError(
-                    f"training moved parameter {name!r} to other memory; change its values in place, or load them with "
+                    f"training moved parameter {name!r} to other memory: change its values in place, or load them with "
                     "set_model_state_dict"
                 )
 
@@ -170,15 +170,15 @@ class Shards:
         if isinstance(node, DeviceMesh):
             if node.ndim != 1:
                 raise ArgumentError(
-                    f"node= is a mesh of {node.ndim} axes, wanted one axis, as mesh['shard']: inside an attached node "
-                    "only fully_shard divides the model. For more axes use LocalTrainer.fit(node=NodeMesh(...))"
+                    f"expected a mesh with one axis, such as mesh['shard'], but node= has {node.ndim}. Inside an "
+                    "attached node only fully_shard divides the model. For more, use LocalTrainer.fit(node=...)"
                 )
             ranks = node.mesh.tolist()
         elif isinstance(node, dist.ProcessGroup):
             ranks = dist.get_process_group_ranks(node)
         else:
             raise ArgumentError(
-                f"node={node!r} must be the node's DeviceMesh, as init_device_mesh(...)['shard'], or its process group"
+                f"node={node!r} must be the node's process group or DeviceMesh, such as init_device_mesh(...)['shard']"
             )
         join_world(device)
         world, size = world_size(), len(ranks)
@@ -202,7 +202,7 @@ def _check(name: str, p: Tensor, handle: Any, ranks: Sequence[int]) -> None:
     """Raise ModelError unless `fully_shard` divides the parameter `p` over the processes `ranks`."""
     if not isinstance(p, DTensor):
         raise ModelError(
-            f"{name!r} is whole in every process of a node, so each process would train it differently: call "
+            f"{name!r} is not sharded, so each process of a node would train it differently: call "
             "fully_shard on the whole model too, or freeze this parameter"
         )
     if handle is None or p.device_mesh.ndim != 1 or list(p.placements) != [Shard(0)]:

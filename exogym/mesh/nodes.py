@@ -43,12 +43,11 @@ class MeshNodes:
         found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
         if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
             raise ArgumentError(
-                f"node={node!r} must be a NodeMesh, for example NodeMesh(shard=2), or a list with a NodeMesh for each "
-                "node"
+                f"node={node!r} must be a NodeMesh, for example NodeMesh(shard=2), or a list with one NodeMesh per node"
             )
         if len(found) != num_nodes:
             raise ArgumentError(
-                f"node=[...] has {len(found)} NodeMeshes for {num_nodes} nodes: give one NodeMesh for all nodes, or a "
+                f"node=[...] has {len(found)} NodeMeshes for {num_nodes} nodes: pass one NodeMesh for all nodes, or a "
                 f"list of {num_nodes}"
             )
         return cls(found)

@@ -49,7 +49,7 @@ class Replicated(Placed):
         for (module, attribute), name in places.items():
             if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
                 raise ModelError(
-                    f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give each "
+                    f"parameter {name!r} is in several modules, but {self.mesh} splits only some of them: give each "
                     "module its own parameter, or do not split these layers, with NodeMesh(parallelize=)"
                 )
         if any(isinstance(module, FSDPModule) for module in self.model.modules()):
@@ -146,8 +146,8 @@ class Replicated(Placed):
         if bool(strange.any()):
             name = [slot.name for layout in self._wholes for slot in layout][int(strange.argmax())]
             raise ModelError(
-                f"parameter {name!r} is used in a stage that does not hold it: use a parameter only in its own module. "
-                "For a penalty on parameters use the optimizer's weight_decay"
+                f"parameter {name!r} is used outside its own stage: use a parameter only in its own module. "
+                "To penalize parameters, use the optimizer's weight_decay"
             )
         has_grad = (counts > 0).tolist()
         found: list[Tensor | None] = [None] * len(given)

@@ -142,5 +142,5 @@ def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> No
         if kind != p.dtype:
             raise ModelError(
                 f"{other!r} is {kind} and {name!r} is {p.dtype}, but with shard= a block needs one dtype: convert one "
-                "parameter, or give zero=2, where each device has the whole model"
+                "parameter, or pass zero=2, where each device has the whole model"
             )

@@ -179,10 +179,7 @@ def whole_layouts(model: nn.Module) -> list[Layout]:
     for layout in whole:
         for slot in layout:
             if not slot.shape:
-                raise ModelError(
-                    f"parameter {slot.name!r} is one number without an axis and cannot be divided: give it the shape "
-                    "(1,)"
-                )
+                raise ModelError(f"parameter {slot.name!r} is a scalar and cannot be divided: give it the shape (1,)")
     return whole
 
 
@@ -218,7 +215,7 @@ def other_ways(mesh: NodeMesh) -> ModelError:
     return ModelError(
         f"with {mesh} the devices of a node use the model differently: they run different blocks, run blocks in "
         "different orders, or have gradients of different parameters (experts, or layers left out at random). So they "
-        "would gather the wrong tensors. Give zero=2, where each device has the whole model"
+        "would gather the wrong tensors. Pass zero=2, where each device has the whole model"
     )
 
 

@@ -64,7 +64,7 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
         if style not in STYLES:
             raise ModelError(
                 f"the plan of {type(model).__name__} splits {name!r} in the unknown style {style!r} "
-                f"(known: {', '.join(STYLES)}): give NodeMesh(parallelize=)"
+                f"(known: {', '.join(STYLES)}): pass NodeMesh(parallelize=)"
             )
     return found
 
@@ -165,20 +165,20 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
     if mesh.tensor > 1 and mesh.parallelize is None:
         if not tensor_plan(model):
             raise ModelError(
-                f"tensor={mesh.tensor}: no plan to split the layers of {name} is known. Give NodeMesh(parallelize=), "
+                f"tensor={mesh.tensor}: no plan to split the layers of {name} is known. Pass NodeMesh(parallelize=), "
                 "use shard= instead, or give the model's class a tensor_plan"
             )
         for what in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(getattr(model, "config", None), what, None)
             if isinstance(heads, int) and heads % mesh.tensor:
                 raise ModelError(
-                    f"tensor={mesh.tensor} does not divide {what}={heads} of {name}: give a divisor of {heads}"
+                    f"tensor={mesh.tensor} does not divide {what}={heads} of {name}: pass a divisor of {heads}"
                 )
     if mesh.pipeline is not None:
         _check_by_hand(model, mesh)
     elif mesh.depth > 1 and not cuts(model, mesh.depth):
         raise ModelError(
-            f"stages={mesh.depth}: no place to cut {name} is known. Give NodeMesh(stages=PipelineParallel("
+            f"stages={mesh.depth}: no place to cut {name} is known. Pass NodeMesh(stages=PipelineParallel("
             "stages=[...])), or make the model an nn.Sequential"
         )
 
@@ -188,10 +188,10 @@ def _check_by_hand(model: nn.Module, mesh: NodeMesh) -> None:
     theirs = {id(p) for stage in mesh.pipeline.stages for p in stage.module.parameters()}
     for name, p in model.named_parameters():
         if id(p) not in theirs:
-            raise ModelError(f"no stage of the pipeline holds the model's parameter {name!r}: give it to a stage")
+            raise ModelError(f"no stage of the pipeline contains the model's parameter {name!r}: add it to a stage")
     if len(theirs) > len({id(p) for p in model.parameters()}):
         raise ModelError(
-            "a stage of the pipeline holds a parameter that is not in the model: give it the model's own modules"
+            "a stage of the pipeline contains a parameter that is not in the model: use the model's own modules"
         )
 
 

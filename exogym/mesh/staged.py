@@ -151,8 +151,8 @@ class Staged(Replicated):
             if not isinstance(out, Tensor) or not out.dim() or len(out) != size:
                 said = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
                 raise ModelError(
-                    f"the model is cut after {name!r}, which returns {said} for {size} examples, wanted one tensor "
-                    "with a row per example: choose other cuts with NodeMesh(stages=PipelineParallel(stages=[...]))"
+                    f"the model is cut after {name!r}, which returns {said} for {size} examples, but must return one "
+                    "tensor with a row per example: pass other cuts, NodeMesh(stages=PipelineParallel(stages=[...]))"
                 )
         shapes = [(found[name].shape, found[name].dtype) for name in self.cuts]
         return [torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=True) for shape, dtype in shapes]

@@ -61,6 +61,6 @@ def cut_axes(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> dict[str,
     for name, p in hollow.named_parameters():
         if isinstance(p, DTensor) and (placed := [x for x in p.placements if not isinstance(x, Replicate)]):
             if len(placed) != 1 or type(placed[0]) is not Shard:
-                raise ModelError(f"parameter {name!r} is split as {p.placements}, wanted a range of one axis")
+                raise ModelError(f"parameter {name!r} is split as {p.placements}, but must be a range of one axis")
             found[name] = placed[0].dim
     return found

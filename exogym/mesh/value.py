@@ -33,10 +33,10 @@ class Stage:
     @checked
     def __init__(self, layers: Sequence[nn.Module], device: int | None = None):
         if not isinstance(layers, Sequence | nn.ModuleList | nn.Sequential) or not len(layers):
-            raise ArgumentError(f"layers={layers!r} must be a list of modules, as [nn.Linear(4, 8), nn.ReLU()]")
+            raise ArgumentError(f"layers={layers!r} must be a list of modules, such as [nn.Linear(4, 8), nn.ReLU()]")
         for layer in layers:
             if not isinstance(layer, nn.Module):
-                raise ArgumentError(f"layers holds {layer!r}, wanted torch.nn.Module objects")
+                raise ArgumentError(f"layers contains {layer!r}, expected torch.nn.Module objects")
         if device is not None:
             check_count("device", device, least=0)
         self.layers, self.device = tuple(layers), device
@@ -78,11 +78,10 @@ class PipelineParallel:
         if micro_batch_size is not None:
             check_count("micro_batch_size", micro_batch_size)
         if any(device is None for device in given) and any(device is not None for device in given):
-            raise ArgumentError(f"the stages are on devices {given}: give a device to each stage, or to none")
+            raise ArgumentError(f"the stages are on devices {given}: set the device of every stage, or of no stage")
         if given not in (list(range(len(found))), [None] * len(found)):
             raise ArgumentError(
-                f"the stages are on devices {given}, wanted {list(range(len(found)))}: one stage on each device, in "
-                "order"
+                f"the stages are on devices {given}, expected {list(range(len(found)))}: one stage per device, in order"
             )
         self.stages, self.size, self.micro_batch_size = tuple(found), len(found), micro_batch_size
 
@@ -146,12 +145,12 @@ class NodeMesh:
             check_count(name, getattr(self, name))
         if not isinstance(self.stages, PipelineParallel):
             if isinstance(self.stages, list | tuple):
-                raise ArgumentError("stages is a list: give a number, or PipelineParallel(stages=[...])")
+                raise ArgumentError("stages is a list: pass a number, or PipelineParallel(stages=[...])")
             check_count("stages", self.stages)
         if isinstance(self.zero, bool) or self.zero not in (2, 3):
-            raise ArgumentError(f"zero={self.zero!r} must be 2 or 3; what 1 shares, 2 shares too, and sends less")
+            raise ArgumentError(f"zero={self.zero!r} must be 2 or 3; use 2 instead of 1: it shards more and sends less")
         if self.zero != 3 and self.shard == 1:
-            raise ArgumentError(f"zero={self.zero} has no effect with shard=1: give shard= over 1, or leave zero out")
+            raise ArgumentError(f"zero={self.zero} has no effect with shard=1: set shard above 1, or omit zero")
         if self.parallelize is not None and not callable(self.parallelize):
             raise ArgumentError(f"parallelize={self.parallelize!r} must be a function of (model, mesh)")
         check_switch("probe", self.probe)
@@ -162,17 +161,17 @@ class NodeMesh:
             check_count("microbatches", self.microbatches)
         if self.depth == 1:
             if self.microbatches is not None:
-                raise ArgumentError(f"microbatches={self.microbatches} is for a pipeline: give stages= over 1 too")
+                raise ArgumentError(f"microbatches={self.microbatches} needs a pipeline: set stages above 1 as well")
             return
         if self.microbatches is not None and self.pipeline is not None and self.pipeline.micro_batch_size is not None:
             raise ArgumentError(
                 f"microbatches={self.microbatches} and micro_batch_size={self.pipeline.micro_batch_size} both set how "
-                "a batch is cut: leave one out"
+                "a batch is cut: omit one of them"
             )
         if self.microbatches is not None and self.microbatches < self.depth:
             raise ArgumentError(
                 f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some stages would be "
-                f"idle: give {self.depth} or more"
+                f"idle: use at least {self.depth}"
             )
 
     @property
@@ -236,13 +235,13 @@ class NodeMesh:
         if batch_size < self.shard:
             raise ArgumentError(
                 f"batch_size={batch_size} is smaller than shard={self.shard}, so some devices would have no example: "
-                f"give {self.shard * self.depth} or more, or a smaller shard"
+                f"use at least {self.shard * self.depth}, or a smaller shard"
             )
         share = min(self.shares(batch_size))
         if len(self.micro_batches(share)) < self.depth:
             raise ArgumentError(
                 f"a device's share of {share} examples goes through the pipeline in {len(self.micro_batches(share))} "
-                f"micro-batches, fewer than the {self.depth} stages: give a batch_size of {self.shard * self.depth} or "
+                f"micro-batches, fewer than the {self.depth} stages: use a batch_size of {self.shard * self.depth} or "
                 "more, or a smaller micro_batch_size"
             )
 

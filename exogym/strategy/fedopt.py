@@ -125,7 +125,7 @@ class ServerStep(RoundModule):
 class FedOptStrategy(CommunicateOptimizeStrategy):
     """FedOpt: FedAvg whose server takes an optimizer's step along the clients' mean change.
 
-    Use it when the server's step needs momentum or adaptive step sizes.
+    Use it when FedAvg converges slowly or is hard to tune.
 
         D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)
 

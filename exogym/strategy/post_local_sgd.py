@@ -82,7 +82,7 @@ class LateAverage(PeriodicModule):
 class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     """Post-local SGD: DDP up to step t0, local SGD after it.
 
-    Use it when local steps from the start cost quality and the network can carry DDP for a while.
+    Use it when DDP's large global batch generalizes poorly, and the network can carry DDP until step t0.
 
         t <= t0:  theta_i <- Opt(theta_i, clip(mean_j g_j))
         t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j after steps t0 + H, t0 + 2 H, ...

@@ -210,11 +210,11 @@ def load(path: str | os.PathLike[str]) -> Run | Summary:
     >>> load("runs/none")
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: 'runs/none' holds no run: pass a run's folder, as listed by exogym runs list
+    exogym.errors.ArgumentError: 'runs/none' contains no run: pass a run's folder, as listed by exogym runs list
     """
     if what_is(path)[0] != "run":
         if (found := summary(path)) is None:
-            raise ArgumentError(f"{os.fspath(path)!r} has no completed run yet: load it when its first run has ended")
+            raise ArgumentError(f"{os.fspath(path)!r} has no completed run yet: load it after its first run has ended")
         return found
     return load_run(path)
 
@@ -245,7 +245,7 @@ def stand(path: str | os.PathLike[str]) -> StoredRun:
     except ArgumentError as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     if not about and not status:
-        raise ArgumentError(f"{str(path)!r} holds no run: pass a run's folder, as listed by exogym runs list")
+        raise ArgumentError(f"{str(path)!r} contains no run: pass a run's folder, as listed by exogym runs list")
     if kind:
         inside = [child.name for child in _children(path)]
         raise ArgumentError(
@@ -308,7 +308,7 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     labels = about.get("cells" if kind == "sweep" else "strategies")
     if not isinstance(labels, dict):
-        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: pass a comparison's or sweep's folder")
+        raise ArgumentError(f"{str(path)!r} contains no comparison or sweep: pass a comparison's or sweep's folder")
     saved = about.get("summary")
     is_whole = about.keys() >= {"target_loss", "target"}
     if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":

@@ -38,7 +38,7 @@ def again_of(path: Path, forms: Mapping[str, Form]) -> dict[str, Any]:
         command, given = "compare", _of_script(about, notes)
     options, left_out = _in_form(forms[command], given)
     if left_out:
-        notes.append(f"The form cannot hold these options: {', '.join(left_out)}.")
+        notes.append(f"The form has no fields for these options: {', '.join(left_out)}.")
     return {"command": command, "options": options, "note": " ".join(notes)}
 
 

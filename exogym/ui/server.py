@@ -60,7 +60,7 @@ MOST_BODY = 1 << 16  # bytes of a form
 def _listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens at a port, or at the next free port. Print a notice in the second case."""
     if not 0 <= port < 65536:
-        raise ArgumentError(f"port={port} must be from 0 to 65535: give another --port")
+        raise ArgumentError(f"port={port} must be from 0 to 65535: use another --port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for place in range(port, min(port + PORTS_TRIED, 65536)):
         try:
@@ -68,13 +68,13 @@ def _listening(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ArgumentError(
-                    f"{host} port {place} cannot be used ({error.strerror or error}): give another --host or --port"
+                    f"{host} port {place} cannot be used ({error.strerror or error}): use another --host or --port"
                 ) from error
             continue
         if place != port:
-            notice(f"port {port} is taken: using {place}")
+            notice(f"port {port} is in use: using {place}")
         return sock
-    raise ArgumentError(f"{host}: port {port} and the {PORTS_TRIED - 1} ports after it are taken: give another --port")
+    raise ArgumentError(f"{host}: port {port} and the {PORTS_TRIED - 1} ports after it are in use: use another --port")
 
 
 def serve(
@@ -101,9 +101,9 @@ def serve(
             cannot be used.
     """
     if token is None and not is_loopback(host):
-        raise ArgumentError(f"host={host!r} can be reached by other computers: give your own token, or leave host out")
+        raise ArgumentError(f"host={host!r} can be reached by other computers: pass your own token, or leave host out")
     if token is not None and len(token) < LEAST_TOKEN:
-        raise ArgumentError(f"token has {len(token)} characters, which can be guessed: give at least {LEAST_TOKEN}")
+        raise ArgumentError(f"token has {len(token)} characters, which can be guessed: use at least {LEAST_TOKEN}")
     token = token or secrets.token_urlsafe(24)
     with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
@@ -177,7 +177,7 @@ def application(
         try:
             run = runs.stand(path)
         except ArgumentError as error:
-            raise HTTPException(404, f"found no run {name!r}") from error
+            raise HTTPException(404, f"run {name!r} not found") from error
         pid = (run.status.get("process") or {}).get("pid")
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
@@ -276,7 +276,7 @@ def application(
         try:
             now = Notes(**(asdict(read_notes(path)) | asked))
             if request.path_params["name"] not in {row["name"] for row in await run_in_threadpool(shelf.all)}:
-                raise HTTPException(404, f"found no run {request.path_params['name']!r}")
+                raise HTTPException(404, f"run {request.path_params['name']!r} not found")
             await run_in_threadpool(write_notes, path, now)
         except ArgumentError as error:
             raise HTTPException(400, str(error)) from None
@@ -327,13 +327,13 @@ def application(
 def _folder(shelf: RunShelf, request: Request) -> Path:
     path = shelf.folder(request.path_params["name"])
     if path is None:
-        raise HTTPException(404, f"found no run {request.path_params['name']!r}")
+        raise HTTPException(404, f"run {request.path_params['name']!r} not found")
     return path
 
 
 def _own(starter: Starter | None) -> Starter:
     if starter is None:
-        raise HTTPException(403, "this page only reads: start exogym ui without --read-only")
+        raise HTTPException(403, "this page is read-only: start exogym ui without --read-only")
     return starter
 
 

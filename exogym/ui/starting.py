@@ -101,7 +101,7 @@ class Starter:
         if not isinstance(options, dict):
             raise WrongKind(f"options={reprlib.repr(options)} must be a JSON object {{option: value}}")
         if len(options) > len(self.forms[command]):
-            raise WrongKind(f"options has {len(options)} names, but {command} takes {len(self.forms[command])}")
+            raise WrongKind(f"options has {len(options)} names, but {command} accepts {len(self.forms[command])}")
 
     def estimate(self, command: Any, options: Any) -> dict[str, str]:
         """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds."""

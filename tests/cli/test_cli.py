@@ -168,7 +168,7 @@ BAD = {
     ),
     "target": (["--network", "wifi", "--target-loss", "nan"], "target_loss=nan"),
     "out": (["--out", "../file/below/it"], "cannot be written"),
-    "unknown option": (["--node", "3"], "there is no option --node: did you mean '--nodes'?"),
+    "unknown option": (["--node", "3"], "unknown option --node: did you mean '--nodes'?"),
     "too much": (["digits"], "digits"),
 }
 
@@ -311,7 +311,7 @@ WORSE = {
         ["--parameters", "12X", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"],
         "--parameters='12X'",
     ),
-    "no parameters": (["--parameters", "0", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"], "over 0"),
+    "no parameters": (["--parameters", "0", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"], "above 0"),
     "no nodes": (["--parameters", "1M", "--network", "wifi", "--step-seconds", "1"], "--nodes 4"),
     "nodes": ([*FLEET[1:], "--nodes", "0"], "--nodes=0"),
     "no node and no step": (["--parameters", "1M", "--nodes", "0", "--network", "wifi"], "--nodes=0"),

@@ -157,7 +157,7 @@ def test_options_of_the_job_behind_the_script_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["cluster", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"error: {first} stands after the script" in line and line.endswith(f": exogym cluster {theirs}")
+    assert f"error: {first} comes after the script" in line and line.endswith(f": exogym cluster {theirs}")
     assert not list(tmp_path.iterdir())
 
 
@@ -181,7 +181,7 @@ def test_words_of_the_script_are_passed_on(words: str, passed_on: str, tmp_path:
 def test_a_misspelt_option_is_no_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["cluster", "slurm", "--node", "4", "train.py"]) == 2
-    assert "there is no option --node: did you mean '--nodes'?" in capsys.readouterr().err
+    assert "unknown option --node: did you mean '--nodes'?" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -294,7 +294,7 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         lambda: asker.several("--computers", "Which?", {"a": "A"}),
         lambda: asker.text("--code", "Which?", str),
     ):
-        with pytest.raises(ArgumentError, match=r"Without a terminal, give --(task|computers|code)"):
+        with pytest.raises(ArgumentError, match=r"Without a terminal, pass --(task|computers|code)"):
             ask()
 
 
@@ -312,7 +312,7 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         (["--task", "digits", "--hosts", "two.json", "--strategy", "dilocoo"], "did you mean 'diloco'"),
         (["--task", "digits", "--hosts", "two.json", "--balance", "evenly"], "balance='evenly'"),
         (["--task", "whisper", "--data", "one.json"], "pass the folder"),
-        (["--task", "digits", "--computers", "a", "--code", "12"], "wanted NAME=CODE"),
+        (["--task", "digits", "--computers", "a", "--code", "12"], "must be NAME=CODE"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_done(

@@ -180,9 +180,7 @@ def test_a_stopped_run_says_what_it_saved_and_what_resumes(number, processes, tm
         assert reason.type is Stopped and str(reason.value).startswith("SIGINT after step ")
     (folder,) = list_checkpoints(tmp_path)
     text = capfd.readouterr().err
-    assert re.search(
-        rf"exogym: stopped by {number.name} after step \d+, \d to \d local steps into the next stretch; ", text
-    )
+    assert re.search(rf"exogym: stopped by {number.name} after step \d+ plus \d to \d local steps per node; ", text)
     assert f"saved in {folder}. To resume, call the same fit with save_dir={str(tmp_path)!r}, resume=True\n" in text
 
 
@@ -191,7 +189,7 @@ def test_how_far_nodes_are_is_said_and_no_further_node_begins(tmp_path, capfd):
     place = Place(7, interrupt_here)
     with pytest.raises(KeyboardInterrupt, match="SIGINT after step 0"):
         train(**AVERAGES | {"val_interval": 99}, model=Calling(place), save_dir=tmp_path, callbacks=[place.begin])
-    assert "after step 0, 0 to 5 local steps into the next stretch" in capfd.readouterr().err
+    assert "after step 0 plus 0 to 5 local steps per node" in capfd.readouterr().err
     (folder,) = list_checkpoints(tmp_path)
     snapshot = load(folder)
     assert [int(snapshot.rows[node]["losses.counts"].sum()) for node in range(4)] == [5, 2, 0, 0]
@@ -229,7 +227,7 @@ def test_how_far_nodes_of_other_processes_are_is_said_too(tmp_path, capfd):
     model = Behind(10)
     with pytest.raises(KeyboardInterrupt, match="SIGINT after step 0"):
         train(**AVERAGES | {"val_interval": 99}, model=model, processes=2, save_dir=tmp_path, callbacks=[model.begin])
-    assert "after step 0, 0 to 5 local steps into the next stretch" in capfd.readouterr().err
+    assert "after step 0 plus 0 to 5 local steps per node" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("processes", [1, 3])

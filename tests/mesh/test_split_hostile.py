@@ -238,7 +238,7 @@ def test_devices_that_go_different_ways_are_told_so_before_they_train(in_two):
 
 def test_what_torch_would_only_find_out_in_training_is_refused_with_its_names(in_two):
     assert "'body.weight' is torch.float64 and 'head.weight' is torch.float32" in in_two["said", "mixed"]
-    assert "parameter '0.weight' is used in a stage that does not hold it" in in_two["said", "penalty"]
+    assert "parameter '0.weight' is used outside its own stage" in in_two["said", "penalty"]
 
 
 def test_statistics_of_batches_are_those_of_the_stage_that_took_them(in_two):

@@ -230,7 +230,7 @@ keep(said)
         "secure": "it needs a node's whole row or whole tensors",
         "optimizer": "looks at whole tensors",
         "module": "Own, which does not say what it acts on",
-        "scalar": "parameter 'scale' is one number without an axis",
+        "scalar": "parameter 'scale' is a scalar",
         "cut": "cut after 'blocks.0', but later code uses other tensors from before the cut",
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",

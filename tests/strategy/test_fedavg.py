@@ -359,7 +359,7 @@ def test_bytes_of_islands() -> None:
         ({"client_fraction": 0.0}, "client_fraction=0.0"),
         ({"client_fraction": 1.1}, "client_fraction=1.1"),
         ({"weighting": "example"}, "did you mean 'examples'"),
-        ({"local_steps": [1, 2], "local_epochs": 1}, "give one of them"),
+        ({"local_steps": [1, 2], "local_epochs": 1}, "pass only one of them"),
         ({"local_steps": [1, 11]}, "raise H"),
         ({"local_steps": [1, 0]}, "local_steps=0"),
         ({"local_epochs": 0}, "local_epochs=0"),

@@ -282,7 +282,7 @@ def test_what_is_running_is_not_removed(copied: Path, capsys: pytest.CaptureFixt
     remove = ["runs", "remove", "--runs", str(copied)]
     assert main([*remove, "lives", "--yes"]) == 2 and (copied / "lives").exists()
     assert main([*remove, "../made", "--yes"]) == 2
-    assert main([*remove, "one"]) == 2 and "give --yes" in capsys.readouterr().err
+    assert main([*remove, "one"]) == 2 and "pass --yes" in capsys.readouterr().err
     (parent,) = copied.glob("digits-*")
     assert main([*remove, "one", parent.name, f"{parent.name}/ddp-seed-0", "--yes"]) == 0
     assert [run.name for run in runs.list(copied)] == ["lives"]

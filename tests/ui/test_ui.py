@@ -53,7 +53,7 @@ def test_a_port_that_is_taken_is_left_for_the_next_free_one(tmp_path: Path, caps
         taken = other.getsockname()[1]
         used = urlsplit(address_of(tmp_path, taken)).port
         assert used is not None and taken < used < taken + 20
-        assert capsys.readouterr().err == f"exogym: port {taken} is taken: using {used}\n"
+        assert capsys.readouterr().err == f"exogym: port {taken} is in use: using {used}\n"
         with pytest.raises(ArgumentError, match="port=65536 must be from 0 to 65535"):
             serve(tmp_path, 65536)
     assert urlsplit(address_of(tmp_path, taken)).port == taken  # it is free again
@@ -550,7 +550,7 @@ def test_its_files_name_no_other_place(served: Page) -> None:
 
 def test_an_address_that_others_reach_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["ui", "--runs", str(tmp_path), "--port", "0", "--no-open"]
-    assert main([*words, "--host", "0.0.0.0"]) == 2 and "give your own token" in capsys.readouterr().err
+    assert main([*words, "--host", "0.0.0.0"]) == 2 and "pass your own token" in capsys.readouterr().err
     assert main([*words, "--host", "0.0.0.0", "--token", "short"]) == 2
     assert main([*words, "--host", "203.0.113.7", "--token", "x" * 20]) == 2
     there = Guard(lambda *_: None, "0.0.0.0", "x" * 20)  # type: ignore[arg-type, return-value]

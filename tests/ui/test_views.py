@@ -257,7 +257,7 @@ def test_going_on_is_for_the_run_that_is_named(tmp_path: Path, monkeypatch: pyte
         train(name, callbacks=[stop])
     monkeypatch.setenv("EXOGYM_RESUME", str(tmp_path / "other" / ".." / "one"))
     assert train("one").history.column("step")[0][-1] == 8
-    with pytest.raises(ArgumentError, match="holds a run already"):
+    with pytest.raises(ArgumentError, match="already contains a run"):
         train("other")
 
 

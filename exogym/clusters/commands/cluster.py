@@ -46,7 +46,7 @@ class _OfScript(typer.core.TyperCommand):
             if ours := [name for name in (word.partition("=")[0] for word in words[:end]) if name in known]:
                 as_theirs = shlex.join([*before, "--", *theirs])
                 raise ArgumentError(
-                    f"{ours[0]} stands after the script: write options of the job before the script; if {ours[0]} is "
+                    f"{ours[0]} comes after the script: put the job's options before the script; if {ours[0]} is "
                     f"an option of the script, write -- first: {ctx.command_path} {as_theirs}"
                 )
             ctx.params["arguments"] = theirs
@@ -125,4 +125,6 @@ def _write(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ArgumentError(f"{str(path)!r} cannot be written: {error.strerror or error}; give another --out") from None
+        raise ArgumentError(
+            f"{str(path)!r} cannot be written: {error.strerror or error}; choose another --out"
+        ) from None

@@ -56,7 +56,7 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
         if _asked != (given, runtime_env) and (address is not None or runtime_env is not None):
             raise ArgumentError(
                 f"Ray is connected already, to {ray.get_runtime_context().gcs_address}, so address and runtime_env "
-                "cannot change. Leave them out, or call ray.shutdown() first"
+                "cannot change. Omit them, or call ray.shutdown() first"
             )
         return
     alike.clear()
@@ -77,7 +77,7 @@ def _start(options: dict[str, Any]) -> None:
         ray.shutdown()
         raise ArgumentError(
             f"a cluster started here would listen at {found}, because Ray was imported before ExoGym connected. Set "
-            f"{LOOPBACK_ONLY}=0 in the environment, or run 'ray start --head' and give the cluster's address"
+            f"{LOOPBACK_ONLY}=0 in the environment, or run 'ray start --head' and pass the cluster's address"
         )
     notice(f"started a Ray cluster on {found}: {readable(ray.cluster_resources())}")
 
@@ -88,7 +88,7 @@ def _reach(address: str, options: dict[str, Any]) -> None:
     if address.startswith("ray://"):
         raise ArgumentError(
             f"address={address!r} belongs to Ray's client, which does not notice when processes end. Start the script "
-            "on a machine of the cluster, for example with 'ray job submit', and give address='auto'"
+            "on a machine of the cluster, for example with 'ray job submit', and pass address='auto'"
         )
     if address not in ("auto", "local"):
         host, _, port = address.rpartition(":")
@@ -96,7 +96,7 @@ def _reach(address: str, options: dict[str, Any]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
         except (OSError, ValueError, UnicodeError, OverflowError) as error:
             raise ArgumentError(
-                f"no Ray cluster answers at address={address!r} within {ANSWER_S:g} s: {error}. Give host:port as "
+                f"no Ray cluster answers at address={address!r} within {ANSWER_S:g} s: {error}. Pass host:port as "
                 "'ray start --head' prints it, 'auto' on the cluster's machines, or no address to start a cluster here"
             ) from None
     try:
@@ -223,7 +223,9 @@ def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
     """
     own = looker()()
     unlike = [
-        f"{machine} has {name} {theirs[name]}, here is {own[name]}" if theirs[name] else f"{machine} has no {name}"
+        f"{machine} has {name} {theirs[name]}, but this machine has {own[name]}"
+        if theirs[name]
+        else f"{machine} has no {name}"
         for machine, theirs in found.items()
         for name in own
         if theirs[name] != own[name]

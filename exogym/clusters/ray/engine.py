@@ -58,7 +58,7 @@ class Ray:
             raise ArgumentError(f"address={address!r} must be 'auto', host:port, or None to start a cluster here")
         check_choice("placement", placement, ("pack", "spread"))
         if not isinstance(runtime_env, Mapping | None):
-            raise ArgumentError(f"runtime_env={runtime_env!r} must be a dict, as in Ray's runtime_env")
+            raise ArgumentError(f"runtime_env={runtime_env!r} must be a dict in the form of Ray's runtime_env")
         self.address, self.placement, self.runtime_env = address, placement, runtime_env
 
     def applies(self, options: EngineOptions) -> bool:
@@ -122,7 +122,7 @@ def _packed(body: Callable[..., Any]) -> bytes:
     except Exception as error:
         raise ArgumentError(
             "engine='ray' sends model, data, loss, metrics, strategy, loggers and callbacks to other machines, "
-            f"but one of them cannot be pickled: {error}. Give a factory for the data, and open files and connections "
+            f"but one of them cannot be pickled: {error}. Pass a factory for the data, and open files and connections "
             "where you use them"
         ) from error
 

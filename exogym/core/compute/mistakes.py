@@ -46,7 +46,7 @@ def explain(
             said = _targets(text, loss_fn, out, targets) or _types(text, model, batch)
         elif ONE_VALUE in text:
             said = (
-                "batch normalization needs at least 2 examples at once, and got 1: give a larger batch_size or "
+                "batch normalization needs at least 2 examples at once, but got 1: use a larger batch_size or "
                 'minibatch_size, dataloader_kwargs={"drop_last": True} if an epoch ends with 1 example, or another '
                 "layer, such as torch.nn.GroupNorm"
             )

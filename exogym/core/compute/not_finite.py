@@ -46,11 +46,10 @@ def of_update(rank: int, where: Where, step: int) -> TrainingError:
     """Return the error about the parameters of node `rank` after its step `step`; 0 means before its first step."""
     if step == 0:
         return TrainingError(
-            f"the model holds {where[1]} in {where[0]!r} before the first step of node {rank}: initialize it with "
-            "finite numbers"
+            f"{where[0]!r} contains {where[1]} before the first step of node {rank}: initialize it with finite numbers"
         )
     return TrainingError(
-        f"the update of node {rank} was not finite at its step {step}: {where[0]!r} holds {where[1]} after it; {REMEDY}"
+        f"the update of node {rank} was not finite at its step {step}: {where[0]!r} contains {where[1]}; {REMEDY}"
     )
 
 

@@ -176,9 +176,7 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} is not initialized: run the lazy model on one batch first")
         if p.is_meta:
-            raise ModelError(
-                f"parameter {name!r} is on the meta device and has no numbers: materialize the model first"
-            )
+            raise ModelError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
         if p.layout != torch.strided or p.is_quantized or not p.is_floating_point():
             raise ModelError(
                 f"parameter {name!r} ({p.dtype}, {p.layout}) is not a dense floating-point tensor and cannot be a row; "

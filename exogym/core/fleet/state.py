@@ -102,7 +102,7 @@ class State:
                     if "." in name
                     else f"but {type(self.parts[name]).__name__} has this name"
                 )
-                + ": give it another name"
+                + ": use another name"
             )
         self.parts[name] = part
 

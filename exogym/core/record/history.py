@@ -164,7 +164,7 @@ class History(Rows):
                 state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return cls.from_state(state)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ArgumentError(f"{str(path)!r} holds no history: {error!r}; train again") from error
+            raise ArgumentError(f"{str(path)!r} contains no history: {error!r}; train again") from error
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row to a CSV file with a header. Missing values are empty.

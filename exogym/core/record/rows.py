@@ -115,7 +115,7 @@ class Rows(Sequence[Row]):
             span = int(steps[0]), int(steps[-1])
         if span[0] <= self._last or np.any(np.diff([span[0] - 1, *steps, span[1] + 1]) <= 0):
             raise ArgumentError(
-                f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after step "
+                f"steps {steps[:5].tolist()}... of the interval {span} must ascend and come after step "
                 f"{self._last}, the last recorded step: pass each step once, in order"
             )
 

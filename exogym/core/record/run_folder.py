@@ -85,7 +85,7 @@ class RunFolder(OnDisk):
             )
         if there and not self.resume:
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} already holds a run: pass another folder, or resume the run with "
+                f"run_dir={str(self.folder)!r} already contains a run: pass another folder, or resume the run with "
                 "resume=True"
             )
 
@@ -95,12 +95,12 @@ class RunFolder(OnDisk):
         was_asked = asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder)
         if state == "done" or (state is not None and was_asked):
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run ({state}) without a checkpoint to resume from, so it would "
+                f"run_dir={str(self.folder)!r} contains a run ({state}) without a checkpoint, so it would "
                 "start anew and overwrite its records: pass another folder. To save checkpoints, pass save_dir or "
                 "checkpoint_interval"
             )
         if state is not None:
-            notice(f"{self.folder} holds a run ({state}) without a checkpoint: starting at step 0")
+            notice(f"{self.folder} contains a run ({state}) without a checkpoint: starting at step 0")
 
     def start(self, run: Fields) -> None:
         try:
@@ -111,7 +111,7 @@ class RunFolder(OnDisk):
         except OSError as error:
             self._let_go()
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} cannot be written ({error}): give another folder"
+                f"run_dir={str(self.folder)!r} cannot be written ({error}): choose another folder"
             ) from error
         except BaseException:
             self._let_go()
@@ -143,7 +143,7 @@ class RunFolder(OnDisk):
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if not is_same(name, before[name], now[name])]:  # fmt: skip
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds another run: pass another folder. The runs differ in\n  "
+                f"run_dir={str(self.folder)!r} contains another run: pass another folder. The runs differ in\n  "
                 + "\n  ".join(unlike)
             )
 

@@ -223,7 +223,7 @@ def read_file(path: str | os.PathLike[str]) -> Row:
     except ValueError as error:
         raise ArgumentError(f"{path.name} is not complete JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
-        raise ArgumentError(f"{path.name} must hold a JSON object, not {reprlib.repr(found)}")
+        raise ArgumentError(f"{path.name} must contain a JSON object, not {reprlib.repr(found)}")
     check_file(path.name, found)
     return found
 

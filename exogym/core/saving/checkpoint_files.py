@@ -203,7 +203,7 @@ def _check_names(file: Path, sums: Any) -> None:
         if kind == alike and start < end:
             raise CheckpointError(f"{file}: the rows of node {start} are in both {one} and {other}")
     if empty := [name for _, start, stop, name in spans if start >= stop]:
-        raise CheckpointError(f"{file} names {empty[0]}, which holds no rows")
+        raise CheckpointError(f"{file} lists {empty[0]}, which contains no rows")
 
 
 def file_sum(file: Path) -> str:

@@ -172,8 +172,8 @@ def _newest(save_dir: str | Path) -> Snapshot:
         raise CheckpointError(f"{complaints[0]}; remove the damaged checkpoint, or restore its files")
     if found.meta.get("begun_end") is not None:
         raise CheckpointError(
-            f"{found.path} was written inside a stretch, where nodes may differ in their steps: resume the run to its "
-            "next checkpoint"
+            f"{found.path} was written between synchronizations, when nodes may have taken different steps: "
+            "resume the run to its next checkpoint"
         )
     return found
 
@@ -184,13 +184,15 @@ def _check_local(snapshot: Snapshot, strategy: Any, steps: int, shares: bool) ->
     description = snapshot.meta["description"]
     if (taken := {int(row["steps.taken"]) for row in snapshot.rows.values()}) != {first}:
         raise ArgumentError(
-            f"nodes have taken {sorted(taken)} steps: only a run whose nodes take every step can come back"
+            f"nodes have taken {sorted(taken)} steps: only a run whose nodes take every step can be imported again"
         )
     if len(snapshot.rows) != description["num_nodes"] or description["strategy"].get("client_fraction", 1) != 1:
         raise ArgumentError("only some clients train in a round (client_fraction): such a run cannot come back")
     options = description["strategy"] | description
     if given := [option for option in CHANGED if options.get(option) is not None]:
-        raise ArgumentError(f"the run has {given[0]}=, which changes the local steps: such a run cannot come back")
+        raise ArgumentError(
+            f"the run has {given[0]}=, which changes the local steps: such a run cannot be imported again"
+        )
     is_plain_ddp = (
         strategy.bucket_bytes is not None
         and len(strategy.gradient_modules) == 1
@@ -203,7 +205,7 @@ def _check_local(snapshot: Snapshot, strategy: Any, steps: int, shares: bool) ->
         return
     end = next_synchronization(strategy, first)
     if end is None:
-        raise ArgumentError(f"{name} takes other steps than plain local steps, so no other trainer can take them")
+        raise ArgumentError(f"{name} does not take plain local steps, so no other trainer can take its steps")
     if first + steps >= end:
         most = end - first - 1
         raise ArgumentError(
@@ -262,8 +264,8 @@ class _Subject:
         changed = [name.removeprefix("fleet.buffer.") for name in row if name.startswith("fleet.buffer.")]
         if saved.get("shared") != sum_of_shared(self.model, changed):
             raise ModelError(
-                f"{snapshot.path} is of a model with other frozen parameters or constant buffers, which checkpoints "
-                "do not hold: pass the run's model"
+                f"{snapshot.path} belongs to a model with other frozen parameters or constant buffers, which "
+                "checkpoints do not contain: pass the run's model"
             )
 
     def state(self, row: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -279,8 +281,8 @@ class _Subject:
                 number, _, entry = key.removeprefix("optimizer.").partition(".")
                 if not number.isdigit():
                     raise CheckpointError(
-                        f"the inner optimizer of {type(self.strategy).__name__} holds more than tensors ({key}), so no "
-                        "other trainer can take its state: save the model alone, with save_model"
+                        f"the inner optimizer of {type(self.strategy).__name__} contains more than tensors ({key}), so "
+                        "no other trainer can load its state: save the model alone, with save_model"
                     )
                 found[f"{STATE}{self.names[int(number)]}.{entry}"] = value
         for k, group in enumerate(self.groups):
@@ -324,7 +326,7 @@ class _Subject:
         """Return the names in DCP, shapes and dtypes of the optimizer's tensors that a node has had before."""
         had = {key.removeprefix("optimizer."): x for key, x in before.items() if key.startswith("optimizer.")}
         if had and not found:
-            raise CheckpointError(f"{folder} has no {STATE}NAME: save the optimizer's state dict as 'optim', too")
+            raise CheckpointError(f"{folder} has no {STATE}NAME: save the optimizer's state dict as 'optim' as well")
         wanted = {}
         for key, x in had.items():
             number, _, entry = key.partition(".")
@@ -411,7 +413,7 @@ def _reader(folder: Path) -> FileSystemReader:
         _check_memory(data)
         found = _Index(io.BytesIO(data)).load()
         if not isinstance(found, Metadata):
-            raise CheckpointError(f"{file} must hold DCP's Metadata, not {type(found).__name__}")
+            raise CheckpointError(f"{file} must contain DCP's Metadata, not {type(found).__name__}")
         found.storage_meta = StorageMeta()
         every = found.storage_data.items()
         found.storage_data = {MetadataIndex(key.fqn, key.offset, key.index): info for key, info in every}

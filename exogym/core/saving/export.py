@@ -108,7 +108,7 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
     ]
     if unlike:
         shown = "\n  ".join(unlike[:10])
-        raise ModelError(f"{str(path)!r} holds another model than this {type(model).__name__}:\n  {shown}")
+        raise ModelError(f"{str(path)!r} contains another model than this {type(model).__name__}:\n  {shown}")
     model.load_state_dict(tensors)
     return model
 

@@ -340,7 +340,7 @@ def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: 
     """Print at which step the nodes stopped, and how to resume the run from the checkpoint at `path`, if one exists."""
     here = losses.counts.sum(1).tolist() if losses.under_way else [0]
     taken = [count for counts in gather(wire, here) for count in counts]
-    within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
+    within = f" plus {min(taken)} to {max(taken)} local steps per node" if max(taken) else ""
     stopped = f"stopped by {Stopped(received, step)}{within}"
     if path is not None:
         again = f"To resume, call the same fit with save_dir={str(path.parent)!r}, resume=True"

@@ -216,7 +216,7 @@ class _Request:
             return Stand(self.kind, peer=peer)
         if x.dim() > MOST_DIMENSIONS:
             raise StrategyError(
-                f"{self.kind}() takes a tensor of at most {MOST_DIMENSIONS} dimensions, not {x.dim()}: flatten it"
+                f"{self.kind}() accepts a tensor of at most {MOST_DIMENSIONS} dimensions, but got {x.dim()}: flatten it"
             )
         return Stand(self.kind, 0, peer, tuple(x.shape), x.dtype, x.is_cpu)
 
@@ -360,7 +360,7 @@ def pairs_of(calls: Mapping[int, Stand]) -> list[tuple[int, int]]:
         here = f"{call.kind}({PEER[call.kind]}={call.peer}), which node {node} calls"
         other = calls.get(call.peer)
         if other is None:
-            raise StrategyError(f"{here}: there is no such node; nodes are {min(calls)} to {max(calls)}")
+            raise StrategyError(f"{here}: no such node; the nodes are {min(calls)} to {max(calls)}")
         if other.kind == AWAY:
             there = [rank for rank, one in calls.items() if one.kind != AWAY]
             raise StrategyError(f"{here}: that node is absent; choose among self.present, which is {there} now")

@@ -210,7 +210,7 @@ def seconds_of_steps(clock: Clock) -> np.ndarray:
     if (seconds * TICKS_PER_S).min() < 1:
         raise ArgumentError(
             f"a step of node {int(seconds.argmin())} takes {seconds.min():g} s, but asynchronous training needs step "
-            "times: give step_seconds over 0, for example step_seconds=0.01, or a value per node"
+            "times: set step_seconds above 0, for example step_seconds=0.01, or pass a value per node"
         )
     return seconds
 

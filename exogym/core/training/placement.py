@@ -108,7 +108,7 @@ def _say_who_restarts(max_restarts: int) -> None:
     if made < max_restarts and int(os.environ.get("RANK", 0)) == 0:
         notice(
             f"max_restarts={max_restarts}, but a launcher started these processes and restarts them at most {made} "
-            f"times: give the launcher --max_restarts {max_restarts}, and give fit resume=True"
+            f"times: start it with --max_restarts {max_restarts}, and pass resume=True to fit"
         )
 
 

@@ -283,7 +283,7 @@ class Programs(Algorithm):
             off = float((alone - together).abs().max())
             if not off <= 1e-5 * float(alone.abs().max()):
                 raise StrategyError(
-                    f"{type(strategy).__name__} says stacked = True, but {n} rows together give other parameters "
+                    f"{type(strategy).__name__} sets stacked = True, but {n} rows together give other parameters "
                     f"than one row at a time (largest difference {off:.3g}): some operation crosses the row axis, "
                     "for example a norm or a topk over all of p instead of p.flatten(1). Keep the first axis apart, "
                     "or drop stacked = True"
@@ -303,7 +303,7 @@ def _refuse_ignored(strategy: Strategy) -> None:
     name, own = type(strategy).__name__, vars(strategy)
     if own.get("optim") is not None:
         raise StrategyError(
-            f"{name}.__init__ sets self.optim, but the strategy makes this optimizer itself: give the optimizer to "
+            f"{name}.__init__ sets self.optim, but the strategy makes this optimizer itself: pass the optimizer to "
             "super().__init__(optimizer), or set self.optim in _init_node(), after super()._init_node(...)"
         )
     if type(strategy)._init_node is not Strategy._init_node:  # which may make a scheduler of its own from these
@@ -333,7 +333,7 @@ def _refuse_another_optimizer(strategy: Strategy) -> None:
         name = type(strategy).__name__
         raise StrategyError(
             f"{name} sets self.optim_spec={spec!r}, but the node trains with {type(made).__name__}, "
-            f"lr={made.defaults.get('lr')}: give the optimizer to super().__init__(optimizer), or build self.optim in "
+            f"lr={made.defaults.get('lr')}: pass the optimizer to super().__init__(optimizer), or build self.optim in "
             "_init_node(), after super()._init_node(...)"
         )
 

@@ -218,7 +218,7 @@ def _check_empty(folder: Path, keepers: Keepers) -> None:
     if keepers.is_keeper and list_checkpoints(folder):
         where = "" if keepers.are_one else f" ({keepers.places[keepers.here]})"
         raise ArgumentError(
-            f"save_dir={str(folder)!r}{where} already holds checkpoints: give resume=True to resume from them, or "
+            f"save_dir={str(folder)!r}{where} already contains checkpoints: pass resume=True to resume from them, or "
             "choose another folder"
         )
 

@@ -95,7 +95,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
         elif script is None and word in ("-h", "--help"):
             own.append(word)
         elif script is None and word.startswith("-"):
-            raise ArgumentError(f"there is no option {word.partition('=')[0]}: {nearest(name, known)}")
+            raise ArgumentError(f"unknown option {word.partition('=')[0]}: {nearest(name, known)}")
         elif script is None:
             script = word
         elif word.startswith("--") and (alike := difflib.get_close_matches(name, known, 1, ALIKE)):

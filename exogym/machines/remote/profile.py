@@ -83,7 +83,7 @@ class RunProfile:
         check_count("max_restarts", self.max_restarts, least=0)
         check_count("retries", self.retries, least=0)
         if self.lr is not None and not 0 < self.lr < float("inf"):
-            raise ArgumentError(f"lr={self.lr!r} must be a finite number over 0")
+            raise ArgumentError(f"lr={self.lr!r} must be a finite number above 0")
         if self.save_dir is None:
             restarts = self.max_restarts if self.min_hosts is None else 0  # otherwise a host copies the others' state
             kept = features_of(

@@ -270,7 +270,7 @@ def _plans(
     for name, count in Counter(plan.name for plan in plans).items():
         if count > 1:
             raise ArgumentError(
-                f"strategies contains {name!r} {count} times: pass each once, and give each Plan its own name"
+                f"strategies contains {name!r} {count} times: pass each strategy once, and give each Plan its own name"
             )
     return plans, left_out
 

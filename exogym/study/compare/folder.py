@@ -64,7 +64,7 @@ class Folder:
         _refuse_single_run(out)
         if (Path(out) / RUN).exists():
             raise ArgumentError(
-                f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or pass another folder"
+                f"out={os.fspath(out)!r} has results: resume them with resume=True (--resume), or pass another folder"
             )
         inside = Path(out).expanduser()
         above = [folder for folder in (inside, *inside.parents) if not folder.exists()]
@@ -128,7 +128,7 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
     """
     if unlike := unlike_in(saved, asked):
         raise ArgumentError(
-            f"out={os.fspath(out)!r} holds a {kind} with other options; resume it with the same options, or pass "
+            f"out={os.fspath(out)!r} contains a {kind} with other options: resume it with the same options, or pass "
             "another folder. The differences:\n  " + "\n  ".join(unlike)
         )
 
@@ -216,11 +216,11 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     if (path / RUN).exists():
         found = read(path / RUN)
         if not isinstance(found.get("strategies"), dict):
-            raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: pass a comparison's folder")
+            raise ArgumentError(f"out={os.fspath(out)!r} contains no comparison to resume: pass a comparison's folder")
         return found
     inside = sorted(found.parent for found in path.glob(f"*/{RUN}"))
-    hint = f"did you mean {str(inside[-1])!r}?" if inside else "give a comparison's folder"
-    raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: {hint}")
+    hint = f"did you mean {str(inside[-1])!r}?" if inside else "pass a comparison's folder"
+    raise ArgumentError(f"out={os.fspath(out)!r} contains no comparison to resume: {hint}")
 
 
 def check_plain(path: Path) -> None:

@@ -107,7 +107,7 @@ def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) 
     for name, given in (("step_seconds", step_seconds), ("speeds", speeds)):
         if network is None and given is not None:
             raise ArgumentError(
-                f"{name}={given!r} needs network: virtual time needs a network; pass one, for example network='wifi'"
+                f"{name}={given!r} needs a network for the virtual time: pass one, for example network='wifi'"
             )
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):

@@ -375,8 +375,8 @@ def check_entry(options: FitOptions, stream: Stream) -> None:
         checked_options(options, stream.features())
     except ArgumentError as error:
         raise ArgumentError(
-            f"{error}. Comparisons and sweeps take no factory: leave out the strategy or option, or read the examples "
-            "into a list, list(itertools.islice(dataset, count))"
+            f"{error}. Comparisons and sweeps accept no factory: leave out the strategy or option, or read the "
+            "examples into a list, list(itertools.islice(dataset, count))"
         ) from error
 
 

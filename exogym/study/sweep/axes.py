@@ -85,11 +85,13 @@ def _values(name: str, given: Any) -> list[str] | Range:
         if found := _RANGE.fullmatch(given):
             low, high = (float(end) if re.search("[.e]", end, re.I) else int(end) for end in found.groups())
             if not low < high:
-                raise ArgumentError(f"sweep: {name}={given!r} should go from a number to a larger one, as 1e-4..1e-1")
+                raise ArgumentError(
+                    f"sweep: {name}={given!r} must be a range from a number to a larger number, such as 1e-4..1e-1"
+                )
             return Range(low, high)
         given = given.split(";" if ";" in given else ",")
     elif not isinstance(given, Sequence | range):
-        raise ArgumentError(f"sweep: {name}={given!r} should be a list of values, such as [5, 10]")
+        raise ArgumentError(f"sweep: {name}={given!r} must be a list of values, such as [5, 10]")
     values = [as_text(value) for value in given]
     if not values or "" in values or len(set(values)) < len(values):
         raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, such as {name}=5,10")
@@ -163,7 +165,7 @@ def _value(name: str, text: str) -> Any:
         return words[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-        raise ArgumentError(f"sweep: {name}={text!r} should be {wanted}") from None
+        raise ArgumentError(f"sweep: {name}={text!r} must be {wanted}") from None
 
 
 def as_number(value: str) -> float | None:

@@ -77,7 +77,7 @@ class SweepOptions(StudyOptions):
     """
 
     not_taken: ClassVar = NOT_TAKEN | {
-        "strategies": "give strategy, or sweep it: axes={'strategy': ['ddp', 'diloco']}",
+        "strategies": "pass strategy, or sweep it: axes={'strategy': ['ddp', 'diloco']}",
     }
 
     axes: Mapping[str, Any] | Sequence[str]
@@ -194,10 +194,10 @@ def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
     if not resume:
         if not is_empty(path):
             hint = "resume it there (--resume), or " if before else ""
-            raise ArgumentError(f"out={str(path)!r} already holds files: {hint}pass another folder")
+            raise ArgumentError(f"out={str(path)!r} already contains files: {hint}pass another folder")
         return
     if not before:
-        raise ArgumentError(f"out={str(path)!r} holds no sweep to resume: pass a sweep's folder")
+        raise ArgumentError(f"out={str(path)!r} contains no sweep to resume: pass a sweep's folder")
     given = in_full(before.get("given") or {})  # of a sweep from before an option was renamed
     check_same(path, "sweep", before | {"given": given}, asked)
 

@@ -42,7 +42,7 @@ export function make(tag, attributes = {}, ...children) {
 }
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
-export const noRun = (name) => new Error(`found no run '${name}'`);
+export const noRun = (name) => new Error(`run '${name}' not found`);
 export function address(name) {
   const parts = name.split("/");
   if (parts.includes(".") || parts.includes("..")) throw noRun(name);  // a browser would ask for another address

@@ -211,7 +211,7 @@ def test_a_model_that_comes_with_a_nan() -> None:
     with torch.no_grad():
         model.second.weight[0, 0] = math.nan
     trainer = LocalTrainer(model, node_data({}), loss_fn=nn.functional.mse_loss)
-    with pytest.raises(TrainingError, match=r"the model holds nan in 'second.weight' before the first step of node 0"):
+    with pytest.raises(TrainingError, match=r"'second.weight' contains nan before the first step of node 0"):
         trainer.fit(DiLoCoStrategy(H=2), num_nodes=2, max_steps=4, batch_size=BATCH, device="cpu")
 
 

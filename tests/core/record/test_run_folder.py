@@ -211,7 +211,7 @@ def test_a_log_that_the_disk_has_cut_is_whole_again(halfway, tmp_path):
 def test_a_folder_of_another_run_is_refused(tmp_path):
     train(tmp_path)
     again = train(tmp_path)
-    assert isinstance(again.ended, ArgumentError) and "already holds a run" in str(again.ended)
+    assert isinstance(again.ended, ArgumentError) and "already contains a run" in str(again.ended)
 
 
 def test_a_folder_of_a_living_run_is_refused_and_that_of_a_dead_one_is_taken_over(tmp_path):
@@ -239,7 +239,7 @@ def test_of_two_that_begin_at_once_one_has_the_folder(tmp_path):
     with pytest.raises(ArgumentError, match=f"in use by another run, process {process['pid']}"):
         second.start(about)
     first.finish({})
-    with pytest.raises(ArgumentError, match="already holds a run"):
+    with pytest.raises(ArgumentError, match="already contains a run"):
         second.start(about)
     assert len(events(tmp_path, "start")) == 1 and not (tmp_path / LOCK).exists()
 
@@ -249,7 +249,7 @@ def test_the_records_of_another_run_are_not_replaced(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     other = train(tmp_path, seed=1, resume=True, save_dir=tmp_path / "none")  # no checkpoint there: it starts anew
     assert isinstance(other.ended, ArgumentError)
-    assert "holds another run" in str(other.ended) and "seed: 0, now 1" in str(other.ended)
+    assert "contains another run" in str(other.ended) and "seed: 0, now 1" in str(other.ended)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert train(tmp_path, max_steps=16, resume=True, save_dir=tmp_path / "saved").ended is None
 
@@ -264,7 +264,7 @@ def test_a_step_time_that_was_saved_without_a_unit_is_the_one_with_it(saved, now
     folder = RunFolder(tmp_path, 10, resume=True)
     folder._check_same({"step_seconds": now})
     assert not differences({"step_seconds": saved}, {"step_seconds": now})
-    with pytest.raises(ArgumentError, match="holds another run"):
+    with pytest.raises(ArgumentError, match="contains another run"):
         folder._check_same({"step_seconds": "20ms"})
     assert differences({"step_seconds": saved}, {"step_seconds": "20ms"})
 
@@ -329,7 +329,7 @@ def test_a_whole_run_is_not_written_over_for_want_of_a_checkpoint(tmp_path, caps
     train(tmp_path)
     records = (tmp_path / "records.jsonl").read_text()
     again = train(tmp_path, resume=True)
-    assert isinstance(again.ended, ArgumentError) and "without a checkpoint to resume from" in str(again.ended)
+    assert isinstance(again.ended, ArgumentError) and "without a checkpoint, so it would" in str(again.ended)
     assert (tmp_path / "records.jsonl").read_text() == records and read_status(tmp_path)["state"] == "done"
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(status | {"state": "failed"}))

@@ -232,7 +232,7 @@ def test_another_frozen_base_is_another_run(tmp_path):
 def test_checkpoints_are_not_written_over(tmp_path):
     fit(FedAvgStrategy(SGD, H=5), tmp_path, max_steps=6)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    with pytest.raises(ArgumentError, match="already holds checkpoints: give resume=True"):
+    with pytest.raises(ArgumentError, match="already contains checkpoints: pass resume=True"):
         fit(FedAvgStrategy(SGD, H=5), tmp_path)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 

@@ -256,8 +256,8 @@ def test_steps_and_strategies_that_do_not_fit(
     ("strategy", "message"),
     [
         (SPARTAStrategy(p_sparta=0.1, lr=0.01), "synchronizes after step 7, so after step 6 .* at most 0 steps"),
-        (FedProxStrategy(mu=0.1, H=5, lr=0.01), "FedProxStrategy takes other steps than plain local steps"),
-        (DeMoStrategy(lr=0.01), "DeMoStrategy takes other steps"),
+        (FedProxStrategy(mu=0.1, H=5, lr=0.01), "FedProxStrategy does not take plain local steps"),
+        (DeMoStrategy(lr=0.01), "DeMoStrategy does not take plain local steps"),
         (FedAvgStrategy(client_fraction=0.5, H=5, lr=0.01), r"nodes have taken \[.*\] steps|only some clients"),
         (FedAvgStrategy(local_epochs=1, lr=0.01), "the run has local_epochs=, which changes the local steps"),
         (FedAvgStrategy(local_steps=[5, 5], H=5, lr=0.01), "the run has local_steps="),
@@ -331,7 +331,10 @@ def test_tensors_that_are_missing_or_do_not_fit(kept: Path, back: Path) -> None:
         ({"model.0.weight": None}, "'model.0.weight' is nothing, expected torch.float32 \\(16, 6\\)"),
         ({"model.0.weight": torch.zeros(6, 16)}, r"is torch.float32 \(6, 16\), expected"),
         ({"model.0.weight": torch.zeros(16, 6, dtype=torch.bfloat16)}, "is torch.bfloat16 .* expected torch.float32"),
-        ({name: None for name in state if name.startswith("optim")}, "save the optimizer's state dict as 'optim', too"),
+        (
+            {name: None for name in state if name.startswith("optim")},
+            "save the optimizer's state dict as 'optim' as well",
+        ),
         ({"model.0.weight": "text"}, "'model.0.weight' is nothing"),
         ({"optim.state.0.weight.exp_avg": None}, "'optim.state.0.weight.exp_avg' is nothing, expected torch.float32"),
     ]:
@@ -389,7 +392,7 @@ def test_an_index_changes_no_class(kept: Path, back: Path) -> None:
     """A pickle may set attributes of what it names, without calling anything."""
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (back / "node_0" / ".metadata").write_bytes(name + b"(N(dS'stolen'\nI01\nstb.")
-    with pytest.raises(CheckpointError, match="must hold DCP's Metadata, not type"):
+    with pytest.raises(CheckpointError, match="must contain DCP's Metadata, not type"):
         import_dcp(kept, back, make(), diloco(), steps=AWAY)
     assert not hasattr(dcp.metadata.Metadata, "stolen")
     pickle.loads(name + b"(N(dS'stolen'\nI01\nstb.")

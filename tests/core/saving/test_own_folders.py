@@ -204,7 +204,9 @@ def test_a_host_without_its_folder_is_named(resumed):
     for seen in ranks:
         assert re.search(rf"there is no {NEWEST} in \S+/one empty/b; there is no step_0000000006 in", seen["one empty"])
         assert "rsync -a" in seen["one empty"]
-    assert all("/not resumed/b) already holds checkpoints: give resume=True" in seen["not resumed"] for seen in ranks)
+    assert all(
+        "/not resumed/b) already contains checkpoints: pass resume=True" in seen["not resumed"] for seen in ranks
+    )
 
 
 def test_folders_laid_together_are_a_checkpoint_for_every_layout(saved, tmp_path):

@@ -223,7 +223,7 @@ def test_a_schedule_goes_on_from_its_state() -> None:
 
 
 def test_steps_that_take_no_time_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"node 1 takes 0 s.*give step_seconds over 0"):
+    with pytest.raises(ArgumentError, match=r"node 1 takes 0 s.*set step_seconds above 0"):
         seconds_of_steps(Clock(2, FREE, [1.0, 0.0]))
 
 
@@ -693,7 +693,7 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
     [
         ({"faults": Faults(drop_rate=0.1)}, "no node waits for another, and slow nodes follow from its clock"),
         ({"compute": "vmap"}, "use compute='loop'"),
-        ({"step_seconds": None}, "give step_seconds"),
+        ({"step_seconds": None}, "pass step_seconds"),
         ({"step_seconds": [1.0, 1.0, 1.0, 0.0]}, "node 3 takes 0 s"),
     ],
 )

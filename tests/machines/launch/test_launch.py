@@ -688,7 +688,7 @@ def test_options_stand_before_or_after_the_script():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--nproc 2 train.py", "there is no option --nproc: did you mean '--nproc_per_node'?"),
+        ("--nproc 2 train.py", "unknown option --nproc: did you mean '--nproc_per_node'?"),
         ("train.py --nproc_per_nodes=2", "resembles --nproc_per_node"),
         ("--nproc_per_node=x train.py", "invalid int value: 'x'"),
         ("--nproc_per_node=0 train.py", "nproc_per_node=0 must be a whole number of at least 1"),

@@ -265,7 +265,7 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
     time.sleep(0.5)
     (project / "hang0").unlink()
     assert run.wait(300) != 0
-    assert "local steps into the next stretch" in said_by(project), said_by(project)
+    assert "local steps per node" in said_by(project), said_by(project)
     shutil.rmtree(project / "runs")
     (project / "step").unlink()
     run = start(hosts, project, "long diloco", min_hosts=1, save_dir="checkpoints", more=["resume", "rare"])

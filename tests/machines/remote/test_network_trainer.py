@@ -171,7 +171,7 @@ def test_a_restarted_process_goes_on(world: pytest.MonkeyPatch, tmp_path: Path) 
     world.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     folder = {"save_dir": tmp_path / "checkpoints", "checkpoint_interval": 3}
     remote()[0].fit(strategy(), **FIT | folder | {"max_steps": 3})
-    with pytest.raises(ArgumentError, match="already holds checkpoints"):  # the control
+    with pytest.raises(ArgumentError, match="already contains checkpoints"):  # the control
         remote()[0].fit(strategy(), **FIT | folder)
     world.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     trainer, model = remote()
@@ -530,7 +530,7 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
     wrong("base_profile = nobody: there is no such section", "base_profile = nobody")
     wrong("[distributed:x] steps = 'many'; expected a whole number", "steps = many")
     wrong("[distributed:x] lr = 'high'; expected a number", "lr = high")
-    wrong("[distributed:x] lr=-1.0 must be a finite number over 0", "lr = -1")
+    wrong("[distributed:x] lr=-1.0 must be a finite number above 0", "lr = -1")
     wrong("[distributed:x] steps=0 must be", "steps = 0")
     wrong("[distributed:x] data is empty", "data =")
     wrong("max_restarts=1 needs save_dir", "max_restarts = 1")
@@ -565,7 +565,7 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(config.parent)
     for words, message in (
         (["doctor", "--hosts", "none.json"], "the hosts file 'none.json' cannot be read"),
-        (["distributed-train", "medium"], "no hosts file: give --hosts FILE"),
+        (["distributed-train", "medium"], "no hosts file: pass --hosts FILE"),
         (["distributed-train", "fast"], "cannot be read"),
         (["distributed-train", "slow", "--config", "config.ini"], "has no profile 'slow'"),
     ):
@@ -612,7 +612,7 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
     assert first.returncode == 0 and "done 12" in first.stdout, first.stderr
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step*"))
     second = train("15", "")
-    assert second.returncode != 0 and "already holds checkpoints: give resume=True" in second.stdout + second.stderr
+    assert second.returncode != 0 and "already contains checkpoints: pass resume=True" in second.stdout + second.stderr
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step*")) == saved
 
 

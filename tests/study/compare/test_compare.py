@@ -298,7 +298,7 @@ def test_a_folder_tells_the_same_summary(everything: Comparison, tmp_path: Path)
     assert other["seeds"] == 1 and other["notes"] == "1 of 2 runs have ended"
     far = runs.summary(everything.folder, target_loss=0.0)
     assert far is not None and far.verdict.startswith("No strategy reached a validation loss of 0 (as asked for)")
-    with pytest.raises(ArgumentError, match="no comparison and no sweep"):
+    with pytest.raises(ArgumentError, match="no comparison or sweep"):
         runs.summary(tmp_path)
 
 

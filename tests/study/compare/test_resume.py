@@ -183,11 +183,11 @@ def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
     )
     refuse(r"strategies.sparta: saved None", resume=True, strategies="ddp,diloco:H=5,single,sparta")
     refuse(r"timing: saved None", resume=True, network="wifi", step_seconds=1)
-    refuse(r"holds results: resume them with resume=True \(--resume\), or pass another folder")
+    refuse(r"has results: resume them with resume=True \(--resume\), or pass another folder")
     for again in ({}, {"resume": True}):
         refuse("is the folder of a single run: pass another folder", next(undisturbed.glob("ddp-*")), **again)
-    refuse(r"holds no comparison to resume: did you mean", undisturbed.parent, resume=True)
-    refuse(r"holds no comparison to resume: pass a comparison's folder", tmp_path, resume=True)
+    refuse(r"contains no comparison to resume: did you mean", undisturbed.parent, resume=True)
+    refuse(r"contains no comparison to resume: pass a comparison's folder", tmp_path, resume=True)
     with pytest.raises(ArgumentError, match="pass it as out"):
         compare("digits", "ddp", resume=True)
     again = asked(
@@ -276,7 +276,7 @@ def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(
     assert main(["compare", "--resume", "--out", f"runs/{folder.name}"]) == 0  # the rest of the options are as before
     assert tables(folder) == tables(undisturbed)
     assert main(["compare", "--resume"]) == 2
-    assert "give --out, as in" in capsys.readouterr().err
+    assert "pass --out, for example" in capsys.readouterr().err
 
 
 def test_kill_9_loses_only_the_run_under_way(tmp_path: Path, undisturbed: Path) -> None:

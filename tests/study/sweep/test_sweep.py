@@ -90,13 +90,13 @@ def test_options_of_the_run_are_swept_too() -> None:
     ("given", "message"),
     [
         ({"K": [1]}, "cell K=1: strategy 'diloco:K=1': diloco has no option 'K'"),
-        ({"num_nodes": ["two"]}, "num_nodes='two' should be a whole number"),
+        ({"num_nodes": ["two"]}, "num_nodes='two' must be a whole number"),
         (["H"], "should look like option=value,value"),
         (["H=1,1"], "should be different values"),
-        (["H=1", "H=2"], "H is given twice"),
+        (["H=1", "H=2"], "H occurs twice"),
         ({"H": "1..9"}, "is a range: list its values"),
-        ({"H": "9..1"}, "should go from a number to a larger one"),
-        ({"H": 5}, "should be a list of values"),
+        ({"H": "9..1"}, "must be a range from a number to a larger number"),
+        ({"H": 5}, "must be a list of values"),
     ],
 )
 def test_what_will_not_do_is_said_before_training(given: Any, message: str, tmp_path: Path) -> None:
@@ -108,11 +108,11 @@ def test_what_will_not_do_is_said_before_training(given: Any, message: str, tmp_
 def test_a_folder_of_something_else_is_left_alone(undisturbed: Swept, tmp_path: Path) -> None:
     folder = undisturbed.folder
     assert folder is not None
-    with pytest.raises(ArgumentError, match="already holds files: resume it there"):
+    with pytest.raises(ArgumentError, match="already contains files: resume it there"):
         sweep("digits", GRID, seeds=2, out=folder, **SMALL)
     with pytest.raises(ArgumentError, match=r"other options[\s\S]*nodes"):
         sweep("digits", GRID, seeds=2, out=folder, resume=True, **(SMALL | {"num_nodes": 3}))
-    with pytest.raises(ArgumentError, match="holds no sweep"):
+    with pytest.raises(ArgumentError, match="contains no sweep"):
         sweep("digits", GRID, out=tmp_path, resume=True, **SMALL)
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/outcome.json")}
     again = sweep("digits", GRID, seeds=2, out=folder, resume=True, **SMALL)
