@@ -57,13 +57,13 @@ def commands() -> dict[str, list[str]]:
 
 
 SCRIPT = """
-from exogym import DistributedTrainer
+from exogym import LocalTrainer
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
 from torch import nn
 model, data = small_problem()
-DistributedTrainer(model, data, data, loss_fn=nn.functional.mse_loss).fit(
-    DiLoCoStrategy(lr=0.02, H=7), max_steps=400, save_dir="launched", checkpoint_interval=20, resume=True)
+LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss).fit(
+    DiLoCoStrategy(lr=0.02, H=7), num_nodes=2, max_steps=400, save_dir="launched", checkpoint_interval=20, resume=True)
 """
 
 
@@ -203,11 +203,12 @@ def main() -> None:
     while (left := day.processes()) and time.monotonic() < until:
         time.sleep(0.1)
     day.wrong += [f"process {process.pid} is left: {process.cmdline()}" for process in left]
-    day.wrong += [f"temporary file {path.name} is left" for path in day.tmp.iterdir()]
+    ours = [path for path in day.tmp.iterdir() if not path.name.startswith("torchinductor_")]  # torch keeps its cache
+    day.wrong += [f"temporary file {path.name} is left" for path in ours]
     day.wrong += [f"/dev/shm/{name} is left" for name in {*os.listdir("/dev/shm")} - shared]
     if len({*day.model.values()}) != 1:
         day.wrong.append("interrupted runs of this process ended with other bits")
-    print(f"{asked.runs} runs, {day.kills} kills; processes, ports and temporary files left: {len(left)}")
+    print(f"{asked.runs} runs, {day.kills} kills; left: {len(left)} processes, {len(ours)} temporary files")
     if day.wrong:
         sys.exit("\n".join([*day.wrong, f"output: {folder / 'output.txt'}"]))
     shutil.rmtree(folder)

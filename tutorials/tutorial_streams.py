@@ -63,6 +63,7 @@ def encode(text):
 
 
 for folder in ("texts", "held_out"):
+    Path(f"{folder}.npy").unlink(missing_ok=True)  # of an earlier run of this script
     count = tokenize_folder(folder, encode, f"{folder}.npy")
     print(f"{folder}: {count:,} tokens in {Path(folder + '.npy').stat().st_size:,} bytes")
 # > texts: 2,007,290 tokens in 4,014,708 bytes
