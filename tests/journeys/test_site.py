@@ -318,6 +318,7 @@ QUESTIONS = {
     "mixed precision bf16": {"recipes"},
     "my own model": {"getting_started"},
     "Hugging Face model with LoRA": {"fine_tuning"},
+    "language model on my texts": {"fine_tuning"},
     "own strategy": {"tutorials/tutorial_custom", "strategies/own"},
     "consensus distance": {"getting_started", "glossary"},
     "log to W&B": {"getting_started"},
