@@ -85,7 +85,7 @@ research-test: $(VENV)/.stamp-dev ## test the studies in research/
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal research $(PYTEST_ARGS)
 
 dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dist/
-	$(BIN)/python -m uv build --quiet --build-constraints constraints.txt --out-dir dist
+	umask 022 && $(BIN)/python -m uv build --quiet --build-constraints constraints.txt --out-dir dist
 
 matrix: $(VENV)/.stamp-dev ## install the wheel into empty environments, with each extra alone, and try it (half an hour)
 	$(BIN)/python tests/environments.py $(MATRIX_ARGS)
