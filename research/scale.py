@@ -22,7 +22,7 @@ CORE = (
     "fedopt", "scaffold", "post_local_sgd", "sparta", "sparta_diloco", "demo", "gossip", "powersgd", "topk", "signsgd",
     "qsgd",
 )  # fmt: skip
-SHOWN = "ddp", "diloco", "sparseloco", "noloco", "fedavg", "sparta", "demo", "powersgd", "qsgd"  # on the shorter page
+SHOWN = "ddp", "diloco", "sparseloco", "sparta", "demo"  # on the shorter page
 STREAMING = "streaming_diloco:H=100:num_fragments=8:fragment_sync_delay=1"
 PAPER = {  # Streaming DiLoCo, table 4: 1B parameters on 2 nodes, by Gbit/s, the published share of the time computing
     "ddp": {86.8: 0.5, 184.2: 0.9},
