@@ -413,7 +413,9 @@ def test_good_hosts_pass_and_it_is_said_whether_they_share_a_folder(
     seen = [{check.host: check.seen for check in found if check.check == "save_dir"} for found in (checks, apart)]
     assert [here[hosts[0].address] for here in seen] == ["checkpoints can be written"] * 2
     assert seen[0][hosts[1].address] == "checkpoints is shared with the master"
-    assert seen[1][hosts[1].address].startswith("checkpoints is not the master's: this host keeps its own nodes' rows")
+    assert seen[1][hosts[1].address].startswith(
+        "checkpoints is not shared with the master: this host keeps its own nodes' rows"
+    )
     assert all(check.ok for check in apart)
     (failed,) = [check for check in wrong if not check.ok]
     assert (failed.host, failed.check) == (hosts[1].address, "save_dir") and "use a save_dir that" in failed.remedy

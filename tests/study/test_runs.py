@@ -261,7 +261,7 @@ def test_the_list_and_one_run_on_the_command_line(made: Path, capsys: pytest.Cap
     assert shown["num_nodes"] == "2" and shown["state"] == "done" and shown["strategy"].startswith('diloco {"H": 4')
     (parent,) = made.glob("digits-*")
     assert main(["runs", "show", parent.name, "--runs", str(made)]) == 2
-    assert "name one of its runs, ddp-seed-0, diloco-H-5-seed-0" in capsys.readouterr().err
+    assert "pass one of its runs, ddp-seed-0, diloco-H-5-seed-0" in capsys.readouterr().err
     assert main(["runs", "list", "--runs", str(made / "nowhere")]) == 2
 
 

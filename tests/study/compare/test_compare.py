@@ -320,7 +320,7 @@ def line_problem(examples: int = 64) -> tuple[Callable[[], torch.nn.Module], Ten
 
 def test_a_problem_and_strategies_of_the_users_own() -> None:
     seen: list[Standing] = []
-    with pytest.raises(ArgumentError, match="'plain' is OptimSpec"):
+    with pytest.raises(ArgumentError, match="'plain' must be a text or a Strategy, not OptimSpec"):
         compare(line_problem(), {"plain": OptimSpec("sgd")}, max_steps=10)  # type: ignore[dict-item]
     strategies: dict[str, str | Strategy] = {"mine": SimpleReduceStrategy("sgd", lr=0.1), "theirs": "ddp:lr=0.2"}
     result = compare(

@@ -270,7 +270,7 @@ def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(
     )
     monkeypatch.chdir(tmp_path)
     assert main(["compare", "--out", f"runs/{folder.name}", *COMMAND[1:]]) == 2
-    assert "holds results" in capsys.readouterr().err
+    assert "has results" in capsys.readouterr().err
     assert main(["compare", "--resume", "--out", f"runs/{folder.name}", "--steps", "30"]) == 2
     assert "setting.steps: saved 20, now 30" in capsys.readouterr().err
     assert main(["compare", "--resume", "--out", f"runs/{folder.name}"]) == 0  # the rest of the options are as before
