@@ -345,7 +345,7 @@ def test_options_are_the_arguments_of_fit(trainer, other):
         if name in other:
             field = field.replace(default=other[name], annotation=f"{field.annotation} | None")
         assert shown.parameters[name] == field
-    assert "max_steps: Length of the run." in inspect.getdoc(LocalTrainer.fit)
+    assert "max_steps: Length of the run" in inspect.getdoc(LocalTrainer.fit)
 
 
 def test_each_option_has_its_words():

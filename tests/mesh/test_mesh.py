@@ -84,9 +84,9 @@ def test_a_world_is_told_which_ones_fit():
         (lambda: NodeMesh(shard=2, microbatches=4), "microbatches=4 needs a pipeline"),
         (lambda: NodeMesh(stages=4, microbatches=3), "fewer than the 4 stages"),
         (lambda: NodeMesh(stages=PARTS, microbatches=4), "omit one of them"),
-        (lambda: NodeMesh(stages=2, schedule="gpipe"), "it is retired: pipelines take 1F1B"),
+        (lambda: NodeMesh(stages=2, schedule="gpipe"), "it is retired: pipelines always use 1F1B"),
         (lambda: NodeMesh(shard=2, zero=1), "zero=1 must be 2 or 3; use 2 instead of 1"),
-        (lambda: NodeMesh(shard=2, network="nvlink"), "it is retired: give fit.step_seconds="),
+        (lambda: NodeMesh(shard=2, network="nvlink"), "it is retired: pass the time of the node's step"),
         (lambda: NodeMesh(shards=2), "did you mean 'shard'"),
         (lambda: NodeMesh(parallelize=3), "must be a function"),
         (lambda: NodeMesh(probe="no"), "probe="),
@@ -185,7 +185,7 @@ def test_a_module_of_before_names_the_new_one(before, now):
 def test_the_columns_names_of_before_say_the_new_ones():
     import exogym.communicator
 
-    with pytest.raises(ImportError, match=r"Inside.*is called Columns"):
+    with pytest.raises(ImportError, match=r"Inside.*use Columns"):
         exogym.communicator.Inside  # noqa: B018
-    with pytest.raises(AttributeError, match="is called Columns"):
+    with pytest.raises(AttributeError, match="use Columns"):
         exogym.communicator.Wire([0]).inside  # noqa: B018

@@ -247,7 +247,7 @@ def test_wrong_outer_momenta() -> None:
         DiLoCoStrategy(outer_momentum=1.5)
     with pytest.raises(ArgumentError, match="outer_momentum_scheduler='lineer' is unknown: did you mean 'linear'"):
         DiLoCoStrategy(outer_momentum_scheduler="lineer")
-    with pytest.raises(ArgumentError, match="no argument 'outer_restarts': it is retired: give outer_momentum=0"):
+    with pytest.raises(ArgumentError, match="no argument 'outer_restarts': it is retired: set outer_momentum=0"):
         DiLoCoStrategy(outer_restarts=2)
     with pytest.raises(ArgumentError, match="has no momentum"):
         train(DiLoCoStrategy(H=2, outer_optim="rprop", outer_momentum_scheduler="linear"))

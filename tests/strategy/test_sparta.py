@@ -306,7 +306,7 @@ def test_with_diloco_the_last_synchronisation_is_an_outer_step_or_none() -> None
         ({"compression_method": "rand"}, "did you mean 'random'"),
         ({"quantization_bits": 1}, "quantization_bits=1"),
         ({"quantization_bits": 9}, "quantization_bits=9"),
-        ({"rounding": "stochastic"}, "no argument 'rounding': it is retired: give more quantization_bits"),
+        ({"rounding": "stochastic"}, "no argument 'rounding': it is retired: use more quantization_bits"),
         ({"interval": 0}, "interval=0"),
         ({"p_spart": 0.1}, "did you mean 'p_sparta'"),
     ],

@@ -1,8 +1,8 @@
 """A run's options: the one definition of all names, types, defaults and descriptions.
 
-`FitOptions` defines all options. A trainer's `fit` takes its signature and descriptions from `FitOptions` (`takes`).
-Comparisons and sweeps pass `RunOptions` on to each of their runs. The command line shares some options with `fit`; it
-takes their types, defaults and descriptions from these classes (see the module `written`).
+A trainer's `fit` gets its signature and descriptions from `FitOptions` (see `takes`). Comparisons and sweeps pass
+`RunOptions` on to each run. The command line reads the types, defaults and descriptions of the options that it shares
+with `fit` from these classes (see the module `written`).
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where and how a run's processes compute, send and restart. Only `reduction` changes a result, by rounding.
+    """Where and how a run's processes compute, communicate and restart. Only `reduction` affects results, by rounding.
 
     Args:
-        engine: "ray" trains on a Ray cluster, or starts a cluster here, in as many processes as fit. For a cluster's
-            address give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose
-            processes run this script together.
-        cpus_per_process: Processors that Ray gives to each process.
+        engine: "ray" trains on the Ray cluster in RAY_ADDRESS, or starts one on this machine, in as many processes as
+            fit. To set the cluster's address, pass an `exogym.engine.Ray`. By default, the run uses this machine, or
+            all machines whose processes run this script together.
+        cpus_per_process: CPUs that Ray reserves for each process.
         reduction: How sums are computed: "tree" (bitwise identical on every placement) or "native" (torch's own
             all-reduce and sums).
-        overlap: On hosts, send delayed averages while nodes compute. On hosts and in one process, write
-            checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
-            a simulation's clock, and for each checkpoint. The results have the same bits.
-        hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
-            it like a crash (`max_restarts`). Only forked and launched processes have this limit. If steps are split,
-            it holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
-            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
-            there is no limit, for example for a process that a debugger holds.
-        max_restarts: Maximum number of restarts after errors and crashes. All processes start again from the last
-            checkpoint. Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
-        client_state_memory: Maximum bytes of memory per process for the saved state of idle sampled clients. State
-            (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
-            None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
-        keep_checkpoints: How many checkpoints to keep in `save_dir`.
+        overlap: Write checkpoints in the background on hosts and in a single process, and on hosts also send delayed
+            averages in the background. If False, nodes wait for each checkpoint, and for each delayed average right
+            after sending it, also on a simulation's virtual clock. Results are bitwise identical either way.
+        hang_s: Seconds that a step may take before ExoGym considers the process hung and kills it, as if it had crashed
+            (see `max_restarts`). The limit applies to forked and launched processes only, and to each micro-batch if
+            steps are split. It is six times as long for the start, the first step, each batch of an evaluation, a
+            checkpoint, and a callback (between two calls of `loop.beat()`). Use None for no limit, for example while
+            debugging.
+        max_restarts: Maximum number of restarts after errors and crashes. All processes restart from the newest
+            checkpoint. Under torchrun, use torchrun's --max-restarts, and pass resume=True to `fit`.
+        client_state_memory: Maximum bytes of memory per process for the saved state (optimizers, control variates) of
+            idle sampled clients. State beyond this limit is stored in files under `save_dir`. By default, all state
+            stays in memory. While ExoGym writes a checkpoint, all state is in memory.
+        keep_checkpoints: Number of checkpoints to keep in `save_dir`.
 
     Raises:
-        ArgumentError: a value has the wrong kind, or is out of range.
+        ArgumentError: a value has the wrong type or is out of range.
 
     >>> Placement(reduction="native", max_restarts=3)
     Placement(reduction='native', max_restarts=3)
@@ -119,49 +119,47 @@ Placement.__init__ = checked(Placement.__init__)  # type: ignore[method-assign]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `fit` that `compare` and `sweep` take too. Both functions pass these options on to each of their runs.
+    """Options of `fit` that `compare` and `sweep` also accept and pass on to each of their runs.
 
     Args:
-        node: Split each node's model over several devices (see `exogym.NodeMesh`). A list gives each node its own
-            split. Under `python -m exogym.launch` or torchrun each process is one device, and `inside_bytes` in the
-            history counts what a node's devices send each other. A single process computes each node in micro-batches
-            of a device's size. With several processes only the main process has the final model; in the other processes
-            the model's parameters are on the meta device.
+        node: Split each node's model over several devices (see `exogym.NodeMesh`), with one split for all nodes or a
+            list with one per node. Under `python -m exogym.launch` or torchrun, each process is one device, and
+            `inside_bytes` in the history counts the traffic between a node's devices. A single process computes each
+            node in micro-batches of a device's size. With several processes, only the main process has the final model;
+            in the other processes, the model's parameters are on the meta device.
         gradient_accumulation: Batches per optimizer step. The step's gradient is the mean of the batches' gradients,
-            for any loss. If the loss ignores some targets, a batch's weight in this mean is its number of other
-            targets.
-        minibatch_size: Examples per forward and backward pass. A small number saves memory; results change by rounding
-            only. Before training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym
-            refuses the loss, because such a loss is not a mean over examples (for example a sum, or a loss with class
-            weights or with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn`, and
-            `functools.partial` of `cross_entropy` and `nll_loss`, may have `weight` and `ignore_index`. Then a part's
-            weight in the mean is the sum of its targets' class weights. Other losses are tested again during training,
-            after the first eight tests in less than 1 % of the steps. If such a loss is no mean, an error ends the run.
-            BatchNorm's statistics and dropout's random draws are separate for each minibatch.
-        max_memory_usage: Maximum share of the memory to use, from 0 to 1. ExoGym finds a minibatch_size that fits and
-            prints this size. If ExoGym has to split batches, it tests the loss as for `minibatch_size=`.
-        val_batch_size: Examples per forward pass of an evaluation. Results change by rounding only. The default is as
-            many as training computes at once: `minibatch_size`, or a step's batch. Without `minibatch_size` it is up to
-            256 if the activations of these examples take at most 64 MiB.
+            for any loss. If the loss ignores some targets, each batch is weighted by the number of targets it counts.
+        minibatch_size: Examples per forward and backward pass. Small values save memory and change results only by
+            rounding. Before training, ExoGym compares the gradients of a few examples, computed together and in parts,
+            and rejects a loss that is not a mean over examples (for example a sum, or a loss with class weights or with
+            pairs inside a batch). As `loss_fn`, torch's `CrossEntropyLoss` and `NLLLoss`, and `functools.partial` of
+            `cross_entropy` and `nll_loss`, may have `weight` and `ignore_index`: a part is then weighted by the sum of
+            its targets' class weights. Other losses are tested again during training, after the first eight tests in
+            fewer than 1 % of the steps, and a failed test ends the run with an error. BatchNorm's statistics and
+            dropout's random draws are separate for each minibatch.
+        max_memory_usage: Maximum share of the memory to use, from 0 to 1. ExoGym finds and prints a minibatch_size that
+            fits. If it must split batches, it tests the loss as for `minibatch_size`.
+        val_batch_size: Examples per forward pass of an evaluation; results change only by rounding. The default is
+            `minibatch_size` if set. Otherwise it is a step's batch, or up to 256 if the activations of these examples
+            take at most 64 MiB.
         shuffle: Shuffle the training examples.
         precision: Precision of the computation: "fp32", or autocast to "bf16" or "fp16". `autocast=True` means "bf16".
         compute: How the nodes' steps are computed: "loop" (one node after another, exact) or "vmap" (all rows at once;
             for small models on accelerators, since it takes 2.3 times as long on a CPU).
-        balance: Balance the load by speed: "nodes" gives fast processes more nodes, "batch" gives fast nodes larger
-            batches, and "steps" gives fast nodes more local steps. A `Balance` also gives the speeds (see
-            `exogym.balance`). If `balance` is None, all nodes do the same work, and each process gets about the same
-            number of nodes.
+        balance: Balance the load by speed: "nodes" assigns more nodes to fast processes, "batch" assigns larger batches
+            to fast nodes, and "steps" assigns more local steps to fast nodes. Pass a `Balance` to set the speeds (see
+            `exogym.balance`). By default, all nodes do the same work, divided evenly among the processes.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
-            docstring says how it handles them. An absent node has no record in the history.
+            docstring says how it handles them. Absent nodes have no records in the history.
         on_nonfinite: What to do if a gradient or update is not finite: "raise", "skip" or "ignore". ExoGym reacts
-            before other nodes see the values. With "skip" the node sends nothing in that round, as if absent, and then
-            copies a healthy node's whole state. The history has no record of this node for such steps. With "ignore"
-            ExoGym checks only losses. Infs that fp16's scaling handles are not errors.
-        final_sync: Synchronize at the end of the run if the last steps have not been synchronized, and count the bytes.
+            before the values reach other nodes. With "skip", the node sends nothing in that round, as if absent, then
+            copies a healthy node's whole state, and has no records for the skipped steps. With "ignore", ExoGym checks
+            only losses. Infs that fp16's scaling handles are not errors.
+        final_sync: At the end of the run, synchronize steps that have not been synchronized yet, and count the bytes.
         log_interval: Steps between records.
-        placement: Where and how the run's processes compute, send and restart (see `exogym.Placement`).
-        dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...). With {"drop_last": True} a
-            node leaves out the short last batch of its epochs in training; a node with less than a batch keeps it.
+        placement: Where and how the run's processes compute, communicate and restart (see `exogym.Placement`).
+        dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...). With {"drop_last": True},
+            training skips the short last batch of each node's epoch, except on nodes with less than one batch.
     """
 
     node: Any = None
@@ -185,12 +183,12 @@ class RunOptions:
             raise ArgumentError(f"placement={self.placement!r} must be a Placement, such as Placement(max_restarts=3)")
 
     def values(self, of: Any = None) -> dict[str, Any]:
-        """Return all options by name, also the options in `placement`. `of` is a base class, to leave others out."""
+        """Return all options by name, including those in `placement`. `of`: return only this base class's options."""
         own = {field.name: getattr(self, field.name) for field in fields(of or self) if field.name != "placement"}
         return self.placement.values() | own
 
     def changed(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults, by name, also the options in `placement`.
+        """Return the options that differ from their defaults by name, including those in `placement`.
 
         >>> RunOptions(precision="bf16", shuffle=True, placement=Placement(max_restarts=3)).changed()
         {'max_restarts': 3, 'precision': 'bf16'}
@@ -205,39 +203,38 @@ class FitOptions(RunOptions):
     Args:
         strategy: The training method (see `exogym.strategy`).
         num_nodes: Number of nodes, N.
-        num_epochs, max_steps: Length of the run. The default is one epoch. With `max_steps` only, the run takes as many
-            epochs as needed. With both options, the run ends at the limit that comes first. An epoch is ceil(examples /
+        num_epochs, max_steps: Length of the run, by default one epoch. With `max_steps` alone, the run takes as many
+            epochs as needed. With both, the run ends at whichever limit comes first. An epoch is ceil(examples /
             (N batch_size gradient_accumulation)) steps.
-        batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node that has
+        batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node with
             fewer examples uses all its examples.
-        partitioner: How the examples are divided among the nodes (see `exogym.data`). If `partitioner` is None, ExoGym
-            deals the examples to the nodes anew each epoch.
+        partitioner: How the examples are divided among the nodes (see `exogym.data`). By default, ExoGym deals the
+            examples to the nodes anew each epoch.
         val_size: Maximum number of validation examples per evaluation.
-        val_interval: Steps between evaluations. If `val_interval` is None, ExoGym evaluates after each epoch. ExoGym
-            also evaluates at the start and the end.
-        seed: Seed of everything random in the run. The caller's random state stays as it was.
-        device: Device that computes: "auto", or a torch device such as cpu, cuda, cuda:1, mps or xpu. "auto" takes the
-            accelerator that torch names, otherwise the CPU.
-        processes: Number of processes that share the nodes. ExoGym forks them from this process (Linux, CPU). The
-            result has the same bits for every number of processes. Do not give this option under `python -m
-            exogym.launch` or torchrun, where the launched processes share the nodes.
+        val_interval: Steps between evaluations, by default one epoch. ExoGym also evaluates at the start and the end.
+        seed: Seed of everything random in the run. The run does not change the caller's random state.
+        device: Device to compute on: "auto", or a torch device such as cpu, cuda, cuda:1, mps or xpu. "auto" selects
+            torch's accelerator if there is one, otherwise the CPU.
+        processes: Number of processes that share the nodes, forked from this process (Linux, CPU). Results are bitwise
+            identical for every number. Omit this option under `python -m exogym.launch` or torchrun, where the launched
+            processes share the nodes.
         network: Network on which to predict the training time. Pass text ("wifi", "100Mbps,20ms") or a `Network` (see
-            `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
+            `exogym.network`). The predicted time is in the history (`time_s`) and in `trainer.clock`.
         step_seconds: Seconds of a node's step, for predicting the time: a number, text ("80ms"), a value per node, or a
-            `StepTime`. If `step_seconds` is None, ExoGym measures the steps on this machine. For a `node` of several
-            devices, give the seconds of the whole node's step.
-        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir`,
-            timeline.json in that folder also gets this record.
+            `StepTime`. By default, ExoGym measures the steps on this machine. If a `node` has several devices, pass
+            the whole node's time.
+        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans` and, with `run_dir`, in that
+            folder's timeline.json.
         logger: A logger or a function, or a list of them (see `exogym.logger`).
-        progress: Show a progress bar. If `progress` is None, show it only if stderr is a terminal.
+        progress: Show a progress bar. By default, ExoGym shows it only if stderr is a terminal.
         callbacks: Functions that the training loop calls (see `exogym.callbacks`).
         save_dir, checkpoint_interval: Folder for checkpoints, and steps between two checkpoints. The run also writes a
             checkpoint at its end.
-        resume: Continue from the newest good checkpoint in `save_dir`; without a checkpoint, start a new run. The
-            number of processes may differ.
+        resume: Resume from the newest valid checkpoint in `save_dir`, or start a new run if there is none. The number
+            of processes may differ.
         run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`).
-            The folder must be new, or with `resume` the resumed run's folder. Without `save_dir`, this folder also gets
-            the checkpoints if `checkpoint_interval`, `resume` or `Placement(max_restarts=)` is given.
+            The folder must be new or, with `resume`, the resumed run's folder. Unless `save_dir` is set, checkpoints
+            also go into this folder if `checkpoint_interval`, `resume` or `Placement(max_restarts=)` is set.
     """
 
     strategy: Strategy
@@ -264,7 +261,7 @@ class FitOptions(RunOptions):
     run_dir: str | Path | None = None
 
     def features(self) -> dict[str, str]:
-        """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals`."""
+        """Return the features that the run and its strategy use, by their names in `exogym.core.refusals`."""
         values, found = self.values(), self.strategy.features()
         for name, value in changed(values).items():
             texts = {name, f'{name}="{value}"'} if isinstance(value, str) else {name}
@@ -298,12 +295,12 @@ class FitOptions(RunOptions):
 
     @property
     def samples_clients(self) -> bool:
-        """Whether each round draws the clients that take part in it. Then clients may have no data."""
+        """Whether each round samples its clients, so that clients may have no data."""
         return not self.strategy.features().keys().isdisjoint({"client_fraction", "privacy"})
 
     @property
     def nodes(self) -> Nodes | None:
-        """The option `node`, once it is checked; None if each node is one device."""
+        """The option `node` after its check; None if each node is one device."""
         return self.node if hasattr(self.node, "sizes") else None
 
     @property
@@ -329,7 +326,7 @@ class FitOptions(RunOptions):
         return None if self.sharing is None or self.sharing.kind == "nodes" else self.sharing
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Return the number of steps that each node takes."""
+        """Return each node's number of steps."""
         if self.num_epochs is None:
             return self.max_steps or steps_per_epoch
         steps = self.num_epochs * steps_per_epoch
@@ -370,7 +367,7 @@ T = TypeVar("T")
 
 
 class takes(Generic[P, V]):
-    """Decorate a function that takes one options object. Callers then give the options as keyword arguments.
+    """Decorate a function of one options object, so that callers pass the options as keyword arguments.
 
     Type checkers, editors and Python read names, types and defaults from the options class. If the function's docstring
     has no section "Args:", the decorator adds the sections of the options class and its base classes.
@@ -380,7 +377,7 @@ class takes(Generic[P, V]):
         defaults: default values that replace the options class's own.
 
     Raises:
-        ArgumentError: the decorated function got an unknown option. The message names the nearest option.
+        ArgumentError: an unknown option was passed. The message names the most similar option.
 
     >>> @dataclass(frozen=True)
     ... class Options:
