@@ -205,8 +205,7 @@ def compare(
 def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of the comparison in `out` that this command line does not give.
 
-    Raises:
-        ArgumentError: the folder names code or a file that this command line does not name again.
+    Raise ArgumentError if the folder names code or a file that this command line does not name again.
     """
 
     def is_open(option: str) -> bool:

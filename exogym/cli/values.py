@@ -49,8 +49,7 @@ def count_of(option: str, text: str) -> float:
 def numbers_of(option: str, text: str | None) -> list[float] | None:
     """Read numbers such as "1,1,0.5". Without a text, return None.
 
-    Raises:
-        ArgumentError: a text between commas is not a number.
+    Raise ArgumentError if a text between commas is not a number.
     """
     if text is None:
         return None
@@ -83,8 +82,7 @@ def processes_of(text: str) -> int | str:
 def check_dataset(text: str) -> None:
     """Check a task's name. "module:function" may name a module of the current folder.
 
-    Raises:
-        ArgumentError: no task has this name.
+    Raise ArgumentError if no task has this name.
     """
     if ":" not in text:
         check_choice("--dataset", text, DATASETS)

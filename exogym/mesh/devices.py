@@ -95,8 +95,7 @@ class NodeDevices:
     def begin(self, worker: Worker, batch: Any) -> None:
         """Split the model. Afterward this process holds only its own columns.
 
-        Raises:
-            ModelError: the split model's gradients differ from the whole model's.
+        Raise ModelError if the split model's gradients differ from the whole model's.
         """
         from exogym.mesh.probing import check_split
 

@@ -35,8 +35,7 @@ class MeshNodes:
     def of(cls, node: Any, num_nodes: int) -> MeshNodes:
         """Return each node's split. `node` is one split for all, or a list.
 
-        Raises:
-            ArgumentError: `node` is neither, or it has another number of splits than `num_nodes`.
+        Raise ArgumentError if `node` is neither, or it has another number of splits than `num_nodes`.
         """
         if isinstance(node, cls):
             node = node.meshes
@@ -128,8 +127,7 @@ class MeshNodes:
     def devices(self, model: nn.Module, wire: Wire, device: torch.device) -> NodeDevices | None:
         """Return what trains this process's part of a node; None if this process computes whole nodes.
 
-        Raises:
-            ModelError: the model cannot be split over one of the nodes.
+        Raise ModelError if the model cannot be split over one of the nodes.
         """
         for mesh in dict.fromkeys(self.meshes):
             check_split(model, mesh)

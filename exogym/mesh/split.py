@@ -77,8 +77,7 @@ class Split:
     def split(self) -> None:
         """Split the model. Call `point` before computing with it.
 
-        Raises:
-            ModelError: torch cannot split the model.
+        Raise ModelError if torch cannot split the model.
         """
         raise NotImplementedError
 
@@ -170,11 +169,7 @@ class Placed(Split):
 
 
 def whole_layouts(model: nn.Module) -> list[Layout]:
-    """Return the layouts of a model before its split.
-
-    Raises:
-        ModelError: a parameter has no axis.
-    """
+    """Return the layouts of a model before its split, or raise ModelError if a parameter has no axis."""
     whole = layouts_of(model)
     for layout in whole:
         for slot in layout:
@@ -186,10 +181,8 @@ def whole_layouts(model: nn.Module) -> list[Layout]:
 def check_ways(split: Split) -> None:
     """Check that all processes of the node used the same blocks and gradients in the same order (`Split.way`).
 
-    All processes must call this function together.
-
-    Raises:
-        ModelError: a process used other blocks or gradients, or another order.
+    All processes must call this function together. Raise ModelError if a process used other blocks or gradients, or
+    another order.
     """
     refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
 

@@ -52,10 +52,8 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
 
     With "colwise", each device computes a part of the outputs. With "colwise_rep", all devices then also gather all
     outputs. With "rowwise", each device has a part of the inputs, and the devices sum their results. "rowwise_rep" is
-    like "rowwise", but each device has all inputs at first.
-
-    Raises:
-        ModelError: the model's plan has a style that is not one of these.
+    like "rowwise", but each device has all inputs at first. Raise ModelError if the model's plan has a style that is
+    not one of these.
     """
     plan = getattr(model, "tensor_plan", None) or _plan_of_hugging_face(model)
     names = [name for name, _ in model.named_modules()]
@@ -157,9 +155,8 @@ def stages_holding(model: nn.Module, device_of: Callable[[str], int]) -> dict[st
 def check_split(model: nn.Module, mesh: NodeMesh) -> None:
     """Refuse a model that `mesh` cannot split.
 
-    Raises:
-        ModelError: no split is known or given; the number of attention heads is not a multiple of `mesh.tensor`; the
-            given stages lack a parameter of the model, or have a parameter that is not in the model.
+    Raise ModelError if no split is known or given; the number of attention heads is not a multiple of `mesh.tensor`;
+    the given stages lack a parameter of the model, or have a parameter that is not in the model.
     """
     name = type(model).__name__
     if mesh.tensor > 1 and mesh.parallelize is None:

@@ -47,9 +47,8 @@ MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 class Staged(Replicated):
     """A `Split` in which each process of the node computes some layers.
 
-    Raises:
-        ModelError: a parameter has no axis; a cut's output is not one tensor with an example per row, or later layers
-            also use other tensors from before the cut; or the forward pass reads a tensor's numbers before the cut.
+    Raise ModelError if a parameter has no axis; a cut's output is not one tensor with an example per row, or later
+    layers also use other tensors from before the cut; or the forward pass reads a tensor's numbers before the cut.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):

@@ -26,8 +26,7 @@ PARALLEL_STYLES: dict[str, ParallelStyle] = {  # by their names in `exogym.mesh.
 def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
     """Split the layers of `model` in place, with the user's `parallelize` or with `tensor_plan`.
 
-    Raises:
-        ModelError: torch cannot split the model.
+    Raise ModelError if torch cannot split the model.
     """
     if mesh.parallelize is not None:
         mesh.parallelize(model, devices)  # its errors are the user's
@@ -49,8 +48,7 @@ def torchs_refusals(mesh: NodeMesh) -> Iterator[None]:
 def cut_axes(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> dict[str, int]:
     """Split a copy on the meta device; return {name: axis} for the parameters that the mesh axis "tensor" cuts.
 
-    Raises:
-        ModelError: torch cannot split the model, or a parameter's part is not a range of one axis.
+    Raise ModelError if torch cannot split the model, or a parameter's part is not a range of one axis.
     """
     if mesh.tensor == 1:
         return {}

@@ -117,11 +117,9 @@ def forget_groups(device: torch.device) -> None:
 class Hollow(TorchDispatchMode):
     """A context in which tensors computed from a model's parameters have shapes but no values (torch's meta device).
 
-    A forward pass in this context takes almost no time.
-
-    Raises:
-        ModelError: the pass reads a value of such a tensor. With `watches=True`, the error is also raised if the pass
-            uses, after a call of `cut`, a tensor from before this call.
+    A forward pass in this context takes almost no time. Raise ModelError if the pass reads a value of such a tensor.
+    With `watches=True`, the error is also raised if the pass uses, after a call of `cut`, a tensor from before this
+    call.
     """
 
     def __init__(self, model: nn.Module, watches: bool = False):

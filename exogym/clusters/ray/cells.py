@@ -26,8 +26,7 @@ LOOK_S = 15.0  # longest wait for a cell's end: the sweep's lock needs a heartbe
 class ClusterPool:
     """A Ray cluster as a `exogym.study.cells.Pool`. Ray itself waits until a processor is free.
 
-    Raises:
-        ArgumentError: no cluster was found, its machines have other versions, or a cell cannot be sent.
+    Raise ArgumentError if no cluster was found, its machines have other versions, or a cell cannot be sent.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:

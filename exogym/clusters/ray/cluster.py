@@ -216,10 +216,7 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
 def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
     """Compare the versions `found` on each machine with this process's versions.
 
-    Other versions would change results or raise errors.
-
-    Raises:
-        ArgumentError: versions differ.
+    Other versions would change results or raise errors. Raise ArgumentError if versions differ.
     """
     own = looker()()
     unlike = [

@@ -44,10 +44,8 @@ class Watch:
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
         """Return whether the node must be skipped after a nonfinite `loss` at its step `step`.
 
-        Under "skip", return True if the node's parameters were not finite before the step, and otherwise False.
-
-        Raises:
-            TrainingError: the policy is not "skip".
+        Under "skip", return True if the node's parameters were not finite before the step, and otherwise False. Raise
+        TrainingError if the policy is not "skip".
         """
         where = None if self._is_ignored or self.row_is_finite(row) else first_in(self.worker.fleet, self._params(row))
         if self.skips:
@@ -60,9 +58,7 @@ class Watch:
         """Check the `losses` (K,) of K steps of a node, and return them.
 
         `first` is the number of steps that the node took before. Under "skip", inf replaces losses that are not finite.
-
-        Raises:
-            TrainingError: a loss is not finite, unless the policy is "skip".
+        Raise TrainingError if a loss is not finite, unless the policy is "skip".
         """
         finite = torch.isfinite(losses)
         if bool(finite.all()):
@@ -87,8 +83,7 @@ class Watch:
     def row(self, rank: int, row: int, step: int) -> None:
         """Check the parameters in `row` after the node's step `step`.
 
-        Raises:
-            TrainingError: a parameter is not finite, and the policy is "raise".
+        Raise TrainingError if a parameter is not finite, and the policy is "raise".
         """
         if self.raises and not self.row_is_finite(row):
             raise of_update(rank, first_in(self.worker.fleet, self._params(row)), step)
@@ -103,8 +98,7 @@ class Watch:
     def gradient(self, rank: int, row: int, step: int) -> bool:
         """Return whether the gradient in `row` of the fleet's `grads` is finite. Under "ignore" always return True.
 
-        Raises:
-            TrainingError: the gradient is not finite, and the policy is "raise".
+        Raise TrainingError if the gradient is not finite, and the policy is "raise".
         """
         grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
         if self._is_ignored or self._all_finite(grads):
@@ -116,10 +110,8 @@ class Watch:
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
         """Return whether the gradients `grads` are finite. Under "ignore" always return True.
 
-        `grads` has a tensor or None for each of the worker's parameters.
-
-        Raises:
-            TrainingError: a gradient is not finite, and the policy is "raise".
+        `grads` has a tensor or None for each of the worker's parameters. Raise TrainingError if a gradient is not
+        finite, and the policy is "raise".
         """
         present = [g for g in grads if g is not None]
         if self._is_ignored or not present:

@@ -242,8 +242,7 @@ class Attributes:
     def allowed(self) -> set[str]:
         """Return the paths of the attributes that modules list as harmless, in `shared_attributes`.
 
-        Raises:
-            ModelError: a module's `shared_attributes` is not a list of names.
+        Raise ModelError if a module's `shared_attributes` is not a list of names.
         """
         named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
         for name, keys in named:

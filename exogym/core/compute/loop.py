@@ -230,10 +230,8 @@ class Loop:
         """Check the losses (len(rows),) and the gradients of the next step of `rows`, and return the losses.
 
         Under on_nonfinite="skip", inf replaces a loss that is not finite. `fit` has False for each gradient that
-        overflowed in fp16, which the loss scale handles.
-
-        Raises:
-            TrainingError: a number is not finite, and on_nonfinite is not "skip".
+        overflowed in fp16, which the loss scale handles. Raise TrainingError if a number is not finite, and
+        on_nonfinite is not "skip".
         """
         if self.watch.are_finite([losses, *self._parts(rows, grads=True)]):
             return losses

@@ -138,8 +138,7 @@ class Trials:
     def see(self, batch: Any) -> None:
         """Count a step, and try examples of its batch if a trial is due.
 
-        Raises:
-            ModelError: the loss is no mean of its parts' losses.
+        Raise ModelError if the loss is no mean of its parts' losses.
         """
         if self.worker.at[0] < 0:  # `check_split` compares the gradients of this batch
             return

@@ -49,9 +49,8 @@ class Pointer:
     def add_buffers(self, model: nn.Module, changing: Sequence[str]) -> None:
         """Give each row its own values of the buffers `changing`, which begin as the module's.
 
-        Raises:
-            ModelError: a module's `own_buffers` names no buffer, or the node's processes would have to share such a
-                buffer.
+        Raise ModelError if a module's `own_buffers` names no buffer, or the node's processes would have to share such a
+        buffer.
         """
         kept = kept_by_nodes(model)
         if kept and self.fleet.comm.wire.columns.parts > 1:
@@ -89,8 +88,7 @@ class Pointer:
     def check(self, row: int) -> None:
         """Check that the module's parameters still point at `row`, and save re-assigned buffers into this row.
 
-        Raises:
-            ModelError: training replaced a parameter, or moved it to other memory.
+        Raise ModelError if training replaced a parameter, or moved it to other memory.
         """
         for p, owner, attribute in self.owners:
             if own_parameters(owner).get(attribute) is not p:
@@ -108,8 +106,7 @@ class Pointer:
     def keep_buffers(self, row: int) -> None:
         """Copy the buffers that the module has re-assigned into `row`.
 
-        Raises:
-            ModelError: a buffer has another shape than before.
+        Raise ModelError if a buffer has another shape than before.
         """
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
@@ -166,8 +163,7 @@ class Pointer:
 def kept_by_nodes(model: nn.Module) -> set[str]:
     """Return the names of the buffers that modules list in `own_buffers`, which nodes neither average nor send.
 
-    Raises:
-        ModelError: a module's `own_buffers` is not a list of names of its buffers.
+    Raise ModelError if a module's `own_buffers` is not a list of names of its buffers.
     """
     named, there = set(), dict(model.named_buffers())
     for path, module in model.named_modules():

@@ -141,8 +141,7 @@ class Compute(Protocol):
     def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
         """Take the local steps of `spans`. If `may_stop` is true, a stop request ends the call between two steps.
 
-        Raises:
-            TrainingError: a loss or an update is not finite; the message names node, step and tensor.
+        Raise TrainingError if a loss or an update is not finite; the message names node, step and tensor.
         """
         ...
 

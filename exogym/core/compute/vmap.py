@@ -26,9 +26,8 @@ from exogym.errors import ModelError
 class Vmap(Loop):
     """Compute the gradients of up to 10 rows at a time with vmap. Each row's own optimizer then takes the step.
 
-    Raises:
-        ModelError: a training step draws random numbers or changes buffers, the run uses micro-batches or fp16, or
-            vmap does not support one of the model's operations.
+    Raise ModelError if a training step draws random numbers or changes buffers, the run uses micro-batches or fp16, or
+    vmap does not support one of the model's operations.
     """
 
     together = True
@@ -115,10 +114,8 @@ class Vmap(Loop):
     def _compare_with_loop(self, row: int, batch: Any) -> None:
         """Compare one row's gradient from vmap with its gradient from the loop.
 
-        The test is needed because vmap ignores some uses of a parameter, such as in a closure, without an error.
-
-        Raises:
-            ModelError: the gradients differ, or a parameter has no gradient (vmap would give a gradient of zero).
+        The test is needed because vmap ignores some uses of a parameter, such as in a closure, without an error. Raise
+        ModelError if the gradients differ, or a parameter has no gradient (vmap would give a gradient of zero).
         """
         worker = self.worker
         self._chunk([row], [batch])

@@ -97,8 +97,7 @@ class Worker:
     def begin(self, batch: Any) -> None:
         """Prepare the model for training on batches like `batch`. Call this method last, after all other checks.
 
-        Raises:
-            ModelError: the model is split over processes, and the split model has wrong gradients.
+        Raise ModelError if the model is split over processes, and the split model has wrong gradients.
         """
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))

@@ -18,10 +18,8 @@ def start_equal(model: nn.Module, wire: Wire) -> None:
     """Give every process's model the parameters and buffers of node 0's model.
 
     Only tensors whose checksums differ are sent, so pretrained weights that each process has read itself are not sent.
-    Lazy parameters are not sent either; each process draws them from the seed later.
-
-    Raises:
-        ModelError: the processes have built different models, or a sparse buffer differs. All processes raise it.
+    Lazy parameters are not sent either; each process draws them from the seed later. Raise ModelError if the processes
+    have built different models, or a sparse buffer differs. All processes raise it.
     """
     if not wire.is_shared:
         return

@@ -95,8 +95,7 @@ class SharedWire(Wire):
     def _meet(self, *call: Any, flag: bool = False) -> bool:
         """Wait until all processes make the same `call`. Return whether any process set `flag`.
 
-        Raises:
-            TrainingError: the processes make different calls.
+        Raise TrainingError if the processes make different calls.
         """
         mark = hash(call) % (1 << 8 * TOKEN_BYTES) & ~1  # forks of one process hash alike
         if not self.is_main:
@@ -136,10 +135,8 @@ class SharedWire(Wire):
     def wait_for(self, process: int, happened: Callable[[float], bool]) -> None:
         """Wait for an event of `process`: call `happened(seconds)` until it returns True.
 
-        Each call of `happened` waits for the event, but at most `seconds` seconds.
-
-        Raises:
-            Hung: the process's pulse stands still.
+        Each call of `happened` waits for the event, but at most `seconds` seconds. Raise Hung if the process's pulse
+        stands still.
         """
         patience = self._patience.get(process)
         while not happened(pulse.LOOK_S):

@@ -70,8 +70,7 @@ class Store:
     def put(self, node: int, tensors: Tensors) -> None:
         """Store `tensors` for `node`. Do not change the tensors afterward.
 
-        Raises:
-            TrainingError: a file could not be written.
+        Raise TrainingError if a file could not be written.
         """
         self._here[node] = tensors
         self.memory_bytes += _size(tensors)
@@ -270,8 +269,7 @@ class Seats:
     def load(self, rows: Mapping[int, Tensors]) -> None:
         """Restore the state that `rows` returned. Each process passes some rows; all processes together pass all rows.
 
-        Raises:
-            CheckpointError: the rows of a process are not from `rows`. All processes raise the error.
+        Raise CheckpointError if the rows of a process are not from `rows`. All processes raise the error.
         """
         fleet, wire = self.fleet, self.fleet.comm.wire
         working: dict[int, Tensors] = {}

@@ -155,11 +155,8 @@ class Rows(Sequence[Row]):
         """Add metrics of the averaged model (or of `node`) after `step`, to an existing row or as a new row.
 
         A value in `values` replaces the stretch's value for the same key. The averaged model's bytes and seconds appear
-        in all rows of the step. A step without losses gets the newest bytes and seconds.
-
-        Raises:
-            ArgumentError: a value is not a single number, a text or None, or `values` has the key `step`, `epoch` or
-                `node`.
+        in all rows of the step. A step without losses gets the newest bytes and seconds. Raise ArgumentError if a value
+        is not a single number, a text or None, or `values` has the key `step`, `epoch` or `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
             raise ArgumentError(f"values has the keys {sorted(wrong)}: pass them as arguments instead")

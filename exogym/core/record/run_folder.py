@@ -224,10 +224,8 @@ def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the status of the run in a folder; {} if the folder has no status.
 
     The state "running" becomes "lost" if the run's process has ended. If the run is on another machine, its state
-    becomes "lost" after a minute without a heartbeat.
-
-    Raises:
-        ArgumentError: status.json has a field that no run writes.
+    becomes "lost" after a minute without a heartbeat. Raise ArgumentError if status.json has a field that no run
+    writes.
     """
     status = schema.read_file(Path(folder) / "status.json")
     process, heard_s = status.get("process"), status.get("heartbeat_s")

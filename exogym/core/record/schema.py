@@ -231,9 +231,8 @@ def read_file(path: str | os.PathLike[str]) -> Row:
 def parsed(data: bytes) -> Any:
     """Return the value of a JSON text. The numbers NaN, Infinity and -Infinity become the texts in `NOT_FINITE`.
 
-    Raises:
-        ValueError: the text is not complete JSON in UTF-8, is nested too deep, or has a lone surrogate (half a
-            character).
+    Raise ValueError if the text is not complete JSON in UTF-8, is nested too deep, or has a lone surrogate (half a
+    character).
     """
     try:
         found = _decoded(data.decode("utf-8"))

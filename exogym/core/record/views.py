@@ -23,8 +23,7 @@ WIDTH_INCHES, PANEL_INCHES = 6.4, 2.6
 def picture(**options: Any) -> Figure:
     """Return a new matplotlib figure. A notebook shows the figure even if nobody has imported pyplot.
 
-    Raises:
-        ExoGymError: matplotlib is not installed.
+    Raise ExoGymError if matplotlib is not installed.
     """
     needs("matplotlib", "demo")
     from matplotlib.figure import Figure

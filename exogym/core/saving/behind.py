@@ -83,8 +83,7 @@ class Writer:
     def look(self) -> None:
         """Report the checkpoint under way if it is complete. Do not wait.
 
-        Raises:
-            CheckpointError: it could not be written. Several processes raise this error together, in `finish`.
+        Raise CheckpointError if it could not be written. Several processes raise this error together, in `finish`.
         """
         if self._thread is None or not self._done.is_set():
             return
@@ -92,11 +91,7 @@ class Writer:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, and report it.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
+        """Wait for the checkpoint under way, and report it, or raise CheckpointError if it could not be written."""
         if self._thread is None:
             return
         pulse.wait_for(self._done, self._pulse)

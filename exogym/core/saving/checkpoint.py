@@ -199,14 +199,10 @@ def load_newest(
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
     """Return the newest good checkpoint in `folder`, and the errors of newer checkpoints.
 
-    Return None if `folder` has no checkpoint.
-
-    `refused` holds the names of checkpoints to skip, with their errors. With several processes, each process gets its
-    own rows, from a checkpoint that all processes can read in their folders.
-
-    Raises:
-        CheckpointError: the folder has checkpoints, but none can be read. If rows are on other hosts, the message says
-            what to do.
+    Return None if `folder` has no checkpoint. `refused` holds the names of checkpoints to skip, with their errors. With
+    several processes, each process gets its own rows, from a checkpoint that all processes can read in their folders.
+    Raise CheckpointError if the folder has checkpoints, but none can be read. If rows are on other hosts, the message
+    says what to do.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)

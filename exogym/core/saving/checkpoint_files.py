@@ -207,11 +207,7 @@ def _check_names(file: Path, sums: Any) -> None:
 
 
 def file_sum(file: Path) -> str:
-    """Return the SHA-256 of a plain file.
-
-    Raises:
-        OSError: the file is not a plain file, or cannot be read.
-    """
+    """Return the SHA-256 of a plain file, or raise OSError if the file is not a plain file, or cannot be read."""
     with opened_plain(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

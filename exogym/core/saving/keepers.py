@@ -77,10 +77,8 @@ def one_keeper(folder: Path, wire: Wire) -> Keepers:
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
     """Find the processes that keep an existing `folder`.
 
-    Each process briefly puts a file into its `folder`, and looks there for the files of other processes.
-
-    Raises:
-        ArgumentError: one process sees a second process's file, but the second does not see the first one's file.
+    Each process briefly puts a file into its `folder`, and looks there for the files of other processes. Raise
+    ArgumentError if one process sees a second process's file, but the second does not see the first one's file.
     """
     if wire.shares_memory:
         return one_keeper(folder, wire)
@@ -104,8 +102,7 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
 def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
     """Return `keepers` with locks on their folders. `before` holds the keepers that this run had until now.
 
-    Raises:
-        ArgumentError: another run has locked one of the folders.
+    Raise ArgumentError if another run has locked one of the folders.
     """
     known = [run for run in gather(wire, "" if before is None else before.run) if run]
     run = known[0] if known else tell(wire, secrets.token_hex(8))
@@ -129,8 +126,7 @@ def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None =
 def everywhere(wire: Wire, do: Callable[[], T]) -> T:
     """Run `do` in every process. Return this process's result when `do` has succeeded in all processes.
 
-    Raises:
-        ExoGymError: `do` failed in at least one process. Every process raises the error.
+    Raise ExoGymError if `do` failed in at least one process. Every process raises the error.
     """
     cause, found = None, []
     try:
@@ -149,8 +145,7 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
 def on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
     """Run `choose` in the main process. Return its result, a JSON value, in every process.
 
-    Raises:
-        ExoGymError: `choose` failed. Every process raises the error.
+    Raise ExoGymError if `choose` failed. Every process raises the error.
     """
     return tell(wire, everywhere(wire, lambda: choose() if wire.is_main else None))
 

@@ -83,10 +83,7 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
     """Join the pieces in `files`. Return the whole tensors by (node, name). For shared state, the node is None.
 
     A tensor is allocated only after a check that its pieces are complete. So a forged file cannot cause an allocation
-    larger than the pieces.
-
-    Raises:
-        CheckpointError: the pieces do not form whole tensors. The message names the file.
+    larger than the pieces. Raise CheckpointError if the pieces do not form whole tensors. The message names the file.
     """
     pieces: dict[Key, list[_Piece]] = {}
     for file in sorted(files):

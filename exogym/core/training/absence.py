@@ -107,8 +107,7 @@ class Absence(Around):
     def _take_in(self, spoilt: list[int], there: list[int], step: int) -> None:
         """Copy a healthy node's whole state into the nodes `spoilt` among `there`, which took no part at `step`.
 
-        Raises:
-            TrainingError: no node is healthy.
+        Raise TrainingError if no node is healthy.
         """
         if len(spoilt) == len(there):
             raise TrainingError(

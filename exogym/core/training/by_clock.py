@@ -37,12 +37,9 @@ class ByClock(Algorithm):
     """The adapter through which the driver trains with a `ClockedStrategy`.
 
     Every process computes the server's updates and the order of events itself. When a node's update arrives at the
-    server, every process gets that node's Delta (outer gradient). Without a network all nodes are equally fast, and
-    messages take no time.
-
-    Raises:
-        ArgumentError: planned faults, compute="vmap", or step times that are measured or zero. With such step times,
-            the order of events would not repeat.
+    server, every process gets that node's Delta (outer gradient). Without a network, all nodes are equally fast, and
+    messages take no time. Raise ArgumentError for planned faults, compute="vmap", and step times that are measured or
+    zero, with which the order of events would not be reproducible.
     """
 
     keeps_time = True

@@ -60,11 +60,9 @@ class Calling:
     def evaluate(self, node: int | None = None, *, own_data: bool = False) -> dict[str, float]:
         """Evaluate the averaged (or outer) model, or the model of `node`. Return {} without a validation set.
 
-        With `own_data`, evaluate the model of `node` on the node's own validation set.
-
-        Raises:
-            ArgumentError: the node does not exist, or it has no model because it does not train in this round; or nodes
-                have no own validation sets.
+        With `own_data`, evaluate the model of `node` on the node's own validation set. Raise ArgumentError if the node
+        does not exist, or it has no model because it does not train in this round; or nodes have no own validation
+        sets.
         """
         evaluator = self.driver.evaluator
         if own_data and (evaluator is None or evaluator.stream.num_nodes < self.fleet.num_nodes):

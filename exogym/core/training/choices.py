@@ -37,8 +37,7 @@ def fitting_micro_batch(options: FitOptions, worker: Worker, batch: Any) -> int:
 def _largest_that_fits(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
     """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
 
-    Raises:
-        ArgumentError: not even one example fits.
+    Raise ArgumentError if not even one example fits.
     """
     size = batch_examples(batch)
     while True:
@@ -69,10 +68,8 @@ def check_computed_in_parts(
     """If ExoGym computes a step's `examples` in micro-batches, check that the result equals the whole step's result.
 
     A loss that is not one of torch's is also tested during training (`Worker.trials`). If a node is several processes,
-    `check_split` compares its split with the whole model before training, micro-batches included.
-
-    Raises:
-        ModelError: the micro-batches give another result. Every process raises the error.
+    `check_split` compares its split with the whole model before training, micro-batches included. Raise ModelError if
+    the micro-batches give another result, in every process.
     """
     asked = _parts_asked(options, worker, examples)
     if asked is None:

@@ -358,8 +358,7 @@ class Driver:
     def finish(self, step: int) -> None:
         """Do the final synchronization, at the end of training.
 
-        Raises:
-            TrainingError: the final model has numbers that are not finite.
+        Raise TrainingError if the final model has numbers that are not finite.
         """
         with torch.no_grad():
             self.algorithm.finish(step)

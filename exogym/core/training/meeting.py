@@ -262,10 +262,8 @@ class _Place:
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
         """Give `tensor` to the collective, and wait for all other programs, or for a paired call's partner.
 
-        Only this object's own thread may call this method.
-
-        Raises:
-            StrategyError: a paired call does not name its partner, or comes from a strategy with `stacked = True`.
+        Only this object's own thread may call this method. Raise StrategyError if a paired call does not name its
+        partner, or comes from a strategy with `stacked = True`.
         """
         if kind in PAIRED:
             options = {PEER[kind]: self._peer(kind, options[PEER[kind]])}
@@ -347,11 +345,8 @@ def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
 def pairs_of(calls: Mapping[int, Stand]) -> list[tuple[int, int]]:
     """Return the pairs of nodes that can continue, sorted. `calls` holds all nodes' calls.
 
-    A pair is (sender, receiver), or the two partners of an exchange, with the lower id first.
-
-    Raises:
-        StrategyError: a node names a missing or absent node, a send or receive names its own node, or partners have
-            different shapes.
+    A pair is (sender, receiver), or the two partners of an exchange, with the lower id first. Raise StrategyError if a
+    node names a missing or absent node, a send or receive names its own node, or partners have different shapes.
     """
     pairs = []
     for node, call in calls.items():

@@ -201,11 +201,7 @@ class Order:
 
 
 def seconds_of_steps(clock: Clock) -> np.ndarray:
-    """Return (N,) each node's mean seconds per step.
-
-    Raises:
-        ArgumentError: a node's steps take no time.
-    """
+    """Return (N,) each node's mean seconds per step, or raise ArgumentError if a node's steps take no time."""
     seconds = clock.step_time.mean_s(clock.num_nodes)
     if (seconds * TICKS_PER_S).min() < 1:
         raise ArgumentError(

@@ -30,10 +30,7 @@ def run_placed(
 ) -> Result:  # fmt: skip
     """Run `body` on `engine`, by default the first suitable engine in `exogym.engine.ENGINES`. Return the result.
 
-    Raises:
-        ArgumentError: the engine cannot place the run's nodes as the options say.
-        WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
-            checkpoint.
+    Raise ArgumentError if the engine cannot place the run's nodes as the options say.
     """
     asked = options.placement
     engine_options = EngineOptions(
@@ -71,8 +68,7 @@ def run_placed(
 def _in_processes(options: FitOptions) -> Nodes | None:
     """Return the nodes' devices if these are processes; otherwise None.
 
-    Raises:
-        ArgumentError: an option does not work with nodes of several processes.
+    Raise ArgumentError if an option does not work with nodes of several processes.
     """
     if options.nodes is None or world_size() == 1:
         return None

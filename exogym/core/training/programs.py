@@ -252,8 +252,7 @@ class Programs(Algorithm):
     def _compare_one_row_with_many(self, strategy: Strategy) -> None:
         """Run a few steps on random gradients with one row per block and with all rows in one.
 
-        Raises:
-            StrategyError: the results differ.
+        Raise StrategyError if the results differ.
         """
         start = [block.params.clone() for block in self.fleet.blocks]
         n = len(self.fleet)
@@ -297,8 +296,7 @@ class Programs(Algorithm):
 def _refuse_ignored(strategy: Strategy) -> None:
     """Refuse attributes that describe an optimizer or a schedule, as in the first ExoGym, but have no effect.
 
-    Raises:
-        StrategyError: `__init__` sets the optimizer itself, or a schedule that is not the strategy's.
+    Raise StrategyError if `__init__` sets the optimizer itself, or a schedule that is not the strategy's.
     """
     name, own = type(strategy).__name__, vars(strategy)
     if own.get("optim") is not None:
@@ -321,8 +319,7 @@ def _refuse_ignored(strategy: Strategy) -> None:
 def _refuse_another_optimizer(strategy: Strategy) -> None:
     """Refuse an attribute `optim_spec`, as in the first ExoGym, that describes another optimizer than the node has.
 
-    Raises:
-        StrategyError: `self.optim` is another optimizer.
+    Raise StrategyError if `self.optim` is another optimizer.
     """
     try:
         spec = OptimSpec.of(vars(strategy)["optim_spec"])
@@ -382,10 +379,8 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return the state of `strategy` as named tensors, without the model's tensors, which are saved as rows.
 
     The state is all attributes that `exogym.strategy.packing` can pack, so the strategy needs no code for saving. For
-    other attributes it must define `state_dict()` and `load_state_dict(state)`.
-
-    Raises:
-        StrategyError: ExoGym cannot save an attribute.
+    other attributes it must define `state_dict()` and `load_state_dict(state)`. Raise StrategyError if ExoGym cannot
+    save an attribute.
     """
     tensors: dict[str, Tensor] = {}
     own = {id(p): index for index, p in enumerate(model.parameters())}

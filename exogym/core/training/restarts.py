@@ -48,8 +48,7 @@ def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Res
 def _attempts(model: nn.Module, options: FitOptions, most: int) -> Iterator[FitOptions]:
     """Yield the options for the first try and for each restart. Before a restart, give the model its initial values.
 
-    Raises:
-        ArgumentError: `max_restarts` with a lazy model, which has no initial values yet.
+    Raise ArgumentError if `max_restarts` is used with a lazy model, which has no initial values yet.
     """
     if not most:
         yield options

@@ -97,8 +97,7 @@ class Kept:
     def put_back(self, run: Resumable, strategy: Strategy) -> None:
         """Load the checkpoint, if there is one, into the run. Check that the run's state can be saved.
 
-        Raises:
-            Unfit: the checkpoint's contents differ from the contents that this run would save.
+        Raise Unfit if the checkpoint's contents differ from the contents that this run would save.
         """
         snapshot = self.snapshot
         if snapshot is not None:
@@ -272,11 +271,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
 
 
 def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
-    """Call `check` in every process.
-
-    Raises:
-        Unfit: `check` raised CheckpointError in at least one process.
-    """
+    """Call `check` in every process, or raise Unfit if `check` raised CheckpointError in at least one process."""
     why = None
     try:
         check()

@@ -89,9 +89,7 @@ def check_memory(
     """Refuse a run that does not fit in memory, before any row is made.
 
     If the run needs only a small part of the free memory, nothing is counted. `check_rows` describes the arguments.
-
-    Raises:
-        ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
+    Raise ArgumentError if the run needs more than the free memory. The message lists the bytes and how many nodes fit.
     """
     free, sizes = Device(device).free_bytes(), [p.nbytes for p in model.parameters() if not nn.parameter.is_lazy(p)]
     row_bytes = PLENTY * (sum(sizes) + buffer_bytes) + PLENTY_OBJECTS * (1 + len(sizes))
@@ -113,8 +111,7 @@ def _computed_at_once(size: int | None, batch: Any) -> Any:
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
     """Return whether the data set factory must make every node's data set, to know its length.
 
-    Raises:
-        ArgumentError: it must, but the user gave neither `num_epochs` nor `max_steps`.
+    Raise ArgumentError if it must, but neither `num_epochs` nor `max_steps` is set.
     """
     sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
     check(options.features() | {"factory of sampled clients": sampled})

@@ -58,8 +58,7 @@ class Folder:
     def new(cls, out: str | os.PathLike[str], name: str, labels: Iterable[str]) -> Folder:
         """Make the folder `<out>/<name>-<time>` for a new comparison.
 
-        Raises:
-            ArgumentError: `out` cannot be written, or is itself a comparison's folder.
+        Raise ArgumentError if `out` cannot be written, or is itself a comparison's folder.
         """
         _refuse_single_run(out)
         if (Path(out) / RUN).exists():
@@ -75,9 +74,8 @@ class Folder:
     def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
         """Open the folder `out` of an earlier comparison with the same options, to resume it.
 
-        Raises:
-            ArgumentError: `out` holds no comparison, another process writes there, or the comparison's options differ.
-                The message lists the differences.
+        Raise ArgumentError if `out` holds no comparison, another process writes there, or the comparison's options
+        differ. The message lists the differences.
         """
         path = Path(out).expanduser()
         lock = locked(path, lambda: check_same(out, "comparison", saved_in(out), asked))
@@ -123,8 +121,7 @@ def _refuse_single_run(out: str | os.PathLike[str]) -> None:
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
     """Check that a comparison's folder was made with the same options.
 
-    Raises:
-        ArgumentError: some options differ. The message lists these options.
+    Raise ArgumentError if some options differ. The message lists these options.
     """
     if unlike := unlike_in(saved, asked):
         raise ArgumentError(
@@ -170,8 +167,7 @@ def _known_to(saved: Any, asked: Any, are_arguments: bool = False) -> Any:
 def lock_of(path: Path) -> Lock:
     """Lock the folder `path` (the argument `out`), so that no other comparison or sweep writes there.
 
-    Raises:
-        ArgumentError: another process has locked the folder, or the folder cannot be written.
+    Raise ArgumentError if another process has locked the folder, or the folder cannot be written.
     """
     return acquire(path, secrets.token_hex(8), "out")
 
@@ -179,8 +175,7 @@ def lock_of(path: Path) -> Lock:
 def locked(path: Path, check: Callable[[], object]) -> Lock:
     """Lock the folder `path` (the argument `out`), whose contents `check` checks. Nothing in it may lead out of it.
 
-    Raises:
-        ArgumentError: as `lock_of`, `check` and `check_plain`.
+    Raise the errors of `lock_of`, `check` and `check_plain`.
     """
     if not (path / LOCK).exists():  # otherwise another process works there or was killed; `lock_of` finds out
         check()
@@ -208,8 +203,7 @@ def begun() -> dict[str, Any]:
 def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the description in a comparison's folder.
 
-    Raises:
-        ArgumentError: the folder is not a comparison's. If it contains comparisons' folders, the message names one.
+    Raise ArgumentError if the folder is not a comparison's. If it contains comparisons' folders, the message names one.
     """
     path = Path(out).expanduser()
     _refuse_single_run(out)
@@ -226,8 +220,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
 def check_plain(path: Path) -> None:
     """Check that everything in a folder is a plain file or a folder. A link could lead out of it, a pipe never ends.
 
-    Raises:
-        ArgumentError: something is not. The message names it.
+    Raise ArgumentError if something is not. The message names it.
     """
     with os.scandir(path) as entries:
         for entry in entries:

@@ -85,8 +85,7 @@ def forecast_of(
 ) -> Forecast:
     """Return the forecast for the arguments of `compare`. `measure()` measures a step and returns its seconds.
 
-    Raises:
-        ArgumentError: the network, step times or speeds are for another number of nodes, or a step takes no time.
+    Raise ArgumentError if the network, step times or speeds are for another number of nodes, or a step takes no time.
     """
     given, network = network, Network.of(network)
     name = given if isinstance(given, str) else repr(network)
@@ -101,8 +100,7 @@ def forecast_of(
 def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) -> None:
     """Check that the target loss is a finite number, and that options for a network are given only with a network.
 
-    Raises:
-        ArgumentError: one of these checks fails.
+    Raise ArgumentError if one of these checks fails.
     """
     for name, given in (("step_seconds", step_seconds), ("speeds", speeds)):
         if network is None and given is not None:

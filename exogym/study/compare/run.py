@@ -381,11 +381,7 @@ def check_entry(options: FitOptions, stream: Stream) -> None:
 
 
 def first_examples(val: Any, most: int) -> list[Any]:
-    """Return the first `most` examples of the iterable `val`.
-
-    Raises:
-        DataError: the iterable cannot be read.
-    """
+    """Return the first `most` examples of the iterable `val`, or raise DataError if the iterable cannot be read."""
     data = described_data(val)
     reader = Reader(IterableData(data.source, length=data.length), 0, shuffle=False, whose="the validation data")
     try:
