@@ -56,7 +56,7 @@ The candidates: {candidates}.
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
   instead of the shipped runs. **90 % utilization** is `--target-utilisation 0.9`. `exogym advise` no
-  longer has these two options. The formulas are in [Beliefs](../../docs/network.md#beliefs).
+  longer has these two options. The formulas are in [Priors](../../docs/network.md#priors).
 - We chose the targets, the use of beliefs and the weight of the label skew after seeing these results. We also chose
   then that `ddp` is not advised where one node alone is faster, and that a task's places count as one. If all places
   count alike, 57 % and not 63 % of **advise**'s choices are within 2 % of the best, but 42 % and not 38 % of

@@ -270,7 +270,7 @@ def test_the_page_shows_what_is_printed(capsys):
     assert main(command.split()) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line for line in shown.splitlines() if line not in ("", "...")]
-    assert len(lines) == 9 and [line for line in printed if line in lines] == lines
+    assert len(lines) == 7 and [line for line in printed if line in lines] == lines
 
 
 # Nodes that do not wait for each other
