@@ -222,7 +222,7 @@ def test_what_a_node_of_processes_cannot_be_is_refused(tmp_path):
         whole = fully_shard(line(), mesh=own)
         refused("but each process is a whole node", whole, node=None, error=ModelError)
         refused("node=3 must be", whole, node=3)
-        refused("mesh of 2 axes", whole, node=mesh)
+        refused("expected a mesh with one axis", whole, node=mesh)
         refused("equally many consecutive processes", whole, node=mesh["node"])
         refused("not sharded, so each process", line(), error=ModelError)
         part = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=own), nn.Linear(4, 4))

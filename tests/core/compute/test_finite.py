@@ -133,7 +133,7 @@ def words(name: str, step: int) -> str:
     """What an error says of node 2 and its step."""
     if name in LOCKSTEP or name in ONE_NODE:
         return rf"the gradient of node 2 was not finite at its step {step}: 'second.bias' has nan"
-    return rf"the update of node 2 was not finite at its step {step}: 'second.bias' holds nan"
+    return rf"the update of node 2 was not finite at its step {step}: 'second.bias' contains nan"
 
 
 # "raise"
