@@ -454,7 +454,7 @@ def talk(terminal: Terminal, codes: list[str], task: int, steps: int, measures: 
     ):
         terminal.answer(question, ENTER)
     terminal.answer("Start training?", ENTER)
-    terminal.until("to repeat the run, in that folder: exogym distributed-train wizard --sync")
+    terminal.until("to repeat the run, use this command in that folder: exogym distributed-train wizard --sync")
 
 
 def simulated(session: Path, monkeypatch: pytest.MonkeyPatch) -> str:
