@@ -194,7 +194,7 @@ STUCK = {
         {0: lambda: exchange(X, 2), 2: lambda: exchange(torch.zeros(2), 0)},
         r"exchange\(partner=2\), which node 0 calls: this node passes torch.float32 \(3,\), but node 2 .* \(2,\)",
     ),
-    "nobody of that name": ({1: lambda: send(X, 4)}, r"send\(dst=4\), which node 1 calls: there is no.*0 to 3"),
+    "nobody of that name": ({1: lambda: send(X, 4)}, r"send\(dst=4\), which node 1 calls: no such node.*0 to 3"),
     "to itself": ({1: lambda: recv(1)}, r"recv\(src=1\), which node 1 calls: a node cannot be its own partner"),
     "no number": ({1: lambda: exchange(X, "next")}, r"exchange\(\) needs a node's number as partner, not 'next'"),
     "half a number": ({1: lambda: exchange(X, 0.5)}, r"needs a node's number as partner, not 0.5"),

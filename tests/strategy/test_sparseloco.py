@@ -208,7 +208,7 @@ def test_bytes_of_small_chunks_by_hand() -> None:
     [
         ({"chunk": 4095}, "must be a square number"),
         ({"topk": 0}, "topk=0 must be a whole number of at least 1"),
-        ({"topk": 5000}, "topk=5000 of chunk=4096"),
+        ({"topk": 5000}, "topk=5000 and chunk=4096"),
         ({"bits": 12}, "bits=12 must be 1 to 8, or 32"),
         ({"error_decay": 1.5}, "error_decay=1.5"),
         ({"outer_lr": -1.0}, "outer_lr=-1.0"),

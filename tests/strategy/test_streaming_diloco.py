@@ -204,7 +204,7 @@ def test_layers_of_a_transformer_are_dealt_out_and_the_rest_is_a_fragment() -> N
     strided, sequential = numbers("strided"), numbers("sequential")
     assert strided == [{*layers[0], *layers[2]}, {*layers[1], *layers[3]}, {*others}]
     assert sequential == [{*layers[0], *layers[1]}, {*layers[2], *layers[3]}, {*others}]
-    with pytest.raises(ArgumentError, match=r"num_fragments=6.*4 layers.*take at most 5"):
+    with pytest.raises(ArgumentError, match=r"num_fragments=6.*4 layers.*use at most 5"):
         fragments(fleet, 6)
     x = torch.randn(1, fleet.blocks[0].layout.numel)
     y = torch.zeros_like(x)
