@@ -131,7 +131,7 @@ class _Called(Callback):
 
 
 class Every(_Called):
-    """Call `function(loop)` after every step that `steps` divides, for which nodes wait for each other.
+    """Call `function(loop)` after every step that `steps` divides, at which processes wait for each other.
 
     Pass `may_end=False` if the function never returns True, which saves communication between hosts (see `Callback`).
 

@@ -174,7 +174,7 @@ class LocalTrainer(Trainer):
                 process is running `fit`, or if another run uses `save_dir`.
             TrainingError: a loss, gradient or update is not finite. The message names the node, the step and the
                 tensor.
-            CheckpointError: `resume` found only checkpoints of another run, or no readable checkpoint.
+            CheckpointError: `resume` found a checkpoint of another run, or checkpoints of which none can be read.
             WorkerError: one of several processes was killed or hung. The message names the step. The other processes
                 have been ended, too.
             KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. If `save_dir` is set, the

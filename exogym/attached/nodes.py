@@ -88,8 +88,8 @@ def attach(
 class Nodes:
     """One node of a run with the user's training loop. `attach` returns this object.
 
-    All processes must call `step` (or the optimizer's step after `follow_optimizer`), `finish`, `model_of` and
-    `evaluating` together, and equally often.
+    All processes must call `step` (or the optimizer's step after `follow_optimizer`) equally often, and `finish`,
+    `model_of` and `evaluating` together.
 
     Attributes:
         rank: the node's number, from 0.

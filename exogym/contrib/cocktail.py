@@ -167,7 +167,7 @@ class CocktailSGDStrategy(CommunicateOptimizeStrategy):
     tried = ()
     payload = "(N + 1) (ceil(p P / N / 8) + ceil(topk P p / N bits / 8) + 4 ceil(topk P p / N / bucket))"
     equation = "q_i = Q(theta_i - theta); d = Q(mean_i q_i + s); theta_i <- theta_i - q_i + d; theta <- theta + d"
-    needs = "all nodes, every step; 1/160 of DDP's bytes"
+    needs = "all nodes, every step; by default 1/160 of DDP's bytes"
     identities = ("p=1, topk=1, bits=None = fedavg with H=1", "N=1 = inner optimizer", "keeps mean_i theta_i + s")
 
     def __init__(

@@ -104,7 +104,7 @@ class PersonalModels(RoundModule):
 class DittoStrategy(CommunicateOptimizeStrategy):
     """Ditto: FedAvg, and a personal model v_i for each client, which stays near the shared model theta.
 
-    Use it when clients' data differ so much that each client needs its own model, of any architecture.
+    Use it when clients' data differ so much that each client needs its own whole model.
 
         g_i <- grad F_i(v_i) + lambda (v_i - theta) in the first s steps of a round; the other steps as fedavg
 

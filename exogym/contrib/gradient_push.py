@@ -48,7 +48,7 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
 
     Args:
         graph: "exponential" (node i sends to i + 2^(turn mod ceil(log2 N))), "ring" (to i + 1), "complete" (to all
-            others), or a networkx graph of the nodes 0, 1, ... ...
+            others), or a networkx graph of the nodes 0, 1, ...
 
     >>> takers_of("exponential", 5, turn=1)
     [[2], [3], [4], [0], [1]]

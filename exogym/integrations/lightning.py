@@ -75,9 +75,10 @@ class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  #
         nodes: the attached `Nodes`, once training has started.
 
     Refused: several devices or optimizers, `strategy="ddp"` and others, fp16, `overfit_batches`, validation or the end
-    of an epoch between the batches of a step, `gradient_clip_val` if the strategy averages gradients, and callbacks
-    that stop, average, unfreeze or tune a single node, such as `EarlyStopping`, `Timer` (`max_time`),
-    `WeightAveraging` and `LearningRateFinder`.
+    of an epoch between the batches of a step, a schedule if the strategy has `lr_scheduler` or `warmup_steps`,
+    `gradient_clip_val` with "bf16-mixed" or if the strategy averages gradients, and callbacks that stop, average,
+    unfreeze or tune a single node, such as `EarlyStopping`, `Timer` (`max_time`), `WeightAveraging` and
+    `LearningRateFinder`.
 
     Raises:
         ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model.

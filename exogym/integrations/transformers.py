@@ -47,7 +47,7 @@ class ExoGymCallback(Adapter, TrainerCallback):
 
     Refused options of the `Trainer`: `fsdp`, `deepspeed`, `fp16`, `load_best_model_at_end`, `auto_find_batch_size`,
     `EarlyStoppingCallback`, `dataloader_persistent_workers`, a schedule if the strategy has `lr_scheduler` or
-    `warmup_steps`, and `max_grad_norm` if the strategy averages gradients.
+    `warmup_steps` or its own optimizer takes the steps, and `max_grad_norm` if the strategy averages gradients.
 
     Raises:
         ArgumentError: the `Trainer`'s options contradict the strategy, or would wrap the model.

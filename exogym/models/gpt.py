@@ -21,8 +21,9 @@ class CharGPT(nn.Module):
     The result is logits = LN(h_L) E^T.
 
     E is also the head (Press & Wolf 2017), so its parameters count once: P = V d + T d + L (12 d^2 + 2 d) + d. Linear
-    layers have no bias, and LN has only a gain. Weights are initialized with the standard deviation 0.02, or 0.02 /
-    sqrt(2 L) if they write to the residual stream (Radford et al. 2019), so the first loss is about ln V.
+    layers have no bias, and LN has only a gain. Weights are initialized from a normal distribution with the standard
+    deviation 0.02, or 0.02 / sqrt(2 L) if they write to the residual stream (Radford et al. 2019), so the first loss
+    is about ln V.
 
     Args:
         vocab_size: V, the number of tokens in the vocabulary.

@@ -16,10 +16,10 @@ ceil(log2 n).
 allreduce.cc cuts the payload into N segments of at most 1 MiB (`kMaxSegmentSize`), at least 2n of them, and has "two in
 flight at all times". T = S/(NB) is a segment's time. On a free line, two segments would take 2 alpha + T: the
 receiver's announcement travels, then the segment. If T > alpha, the announcement waits behind the segment that its
-sender is sending. torch calls the ring (`UNSPECIFIED`) and never gloo's halving-doubling ("bcube"). reduce.cc passes N
-- 2 segments around the ring; then each member sends its slice to the root. allgather.cc passes halves of a part. In
-broadcast.cc a member posts all of its sends at once, so they share its line: first L, then L - 1. alltoall.cc posts all
-sends at once, too.
+sender is sending. torch calls the ring (`UNSPECIFIED`) and never gloo's halving-doubling ("bcube"). reduce.cc
+passes N - 2 segments around the ring; then each member sends its slice to the root. allgather.cc passes halves of a
+part. In broadcast.cc a member posts all of its sends at once, so they share its line: first L, then L - 1. alltoall.cc
+posts all sends at once, too.
 
 **NCCL** (github.com/NVIDIA/nccl, commit 5067397).
 

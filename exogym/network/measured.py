@@ -359,8 +359,9 @@ def _per_host(name: str, given: Any, num_nodes: int) -> list[Any] | None:
     if given is None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_nodes:
-        count = len(given) if isinstance(given, Sequence) and not isinstance(given, str) else "no list"
-        raise ArgumentError(f"{name} must have one value per node, {num_nodes}, but has {count}")
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        found = f"has {len(given)}" if is_list else "is not a list"
+        raise ArgumentError(f"{name} must have one value per node, {num_nodes}, but {found}")
     return list(given)
 
 

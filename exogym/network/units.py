@@ -34,7 +34,7 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
     >>> parse_bandwidth("1Gb")
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: bandwidth='1Gb' has no known unit: expected kbps, Mbps, Gbps, Tbps (bits) or KB/s, MB/s, GB/s (bytes), as in '1Gbps'
+    exogym.errors.ArgumentError: bandwidth='1Gb' has no known unit: use kbps, Mbps, Gbps, Tbps (bits) or KB/s, MB/s, GB/s (bytes), as in '1Gbps'
     """  # noqa: E501
     value, unit = _split(given, name, "'1Gbps' or '100MB/s'")
     scale = 1.0

@@ -46,7 +46,7 @@ class RuleServer(ParameterServer):
         eta, beta: outer learning rate and outer momentum.
 
     Attributes:
-        theta, m, A: outer parameters, momentum, and the sum of the Deltas not yet applied, (P,) per block.
+        theta, m, A: outer parameters, momentum, and the sum of the Deltas since the last period, (P,) per block.
         t: number of arrivals so far.
         version: number of updates of theta.
 

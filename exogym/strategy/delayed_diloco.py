@@ -2,9 +2,9 @@
 
 A round has H steps, and 0 < d <= H. Nodes send round r's average after step r H, and it arrives after step r H + d. The
 outer step then sets theta_i, node i's parameters, to the outer parameters theta, which discards the local steps taken
-in between. With d = H ("naive delay" in arXiv:2502.12996), outer step r uses the average of round r - 1 (0 in the first
-round) just before nodes send the average of round r and continue from theta. Pending averages are still used at the end
-of training (`final_sync`).
+in between. With d = H ("naive delay" in arXiv:2502.12996), nodes send the average of round r, then take outer step r
+with the average of round r - 1 (0 in the first round), and continue from theta. Pending averages are still used at the
+end of training (`final_sync`).
 
 Bytes and absent nodes are as in DiLoCo.
 """

@@ -55,9 +55,7 @@ def _nx() -> Any:
 
 
 def check_graph(graph: Any, num_nodes: int, directed: bool) -> None:
-    """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes (which `directed` allows to be
-    one).
-    """
+    """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes, directed only if `directed`."""
     nx = _nx()
     if not isinstance(graph, nx.Graph) or graph.is_multigraph():
         raise ArgumentError(f"graph={graph!r} must be one of {', '.join(map(repr, GRAPHS))} or a networkx graph")

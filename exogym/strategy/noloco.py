@@ -15,7 +15,7 @@ alpha < gamma and beta > alpha, which holds for gamma = beta = 0.7 and alpha = 0
 Payload: 2 P b bytes per node every H steps, for D and phi of P parameters of b bytes. Pairs exchange D and phi, tx = rx
 = 2 P b; larger groups use a ring all-reduce, tx = rx = 4 (n-1)/n P b. Nodes derive the groups from (seed, round)
 without communication. The nodes' parameters are never equal, so evaluation uses their mean. Let the inner learning rate
-decay, because the distance between nodes is proportional to it.
+decay, because the distance between nodes follows it.
 
 If nodes are absent, groups are drawn among the present ones. A leftover node is its own group, sends nothing, and takes
 its outer step with its own D. A node that was down receives the parameters of a node that stayed as its phi_i, and its

@@ -128,7 +128,7 @@ class Starter:
             raise ArgumentError(f"{path.name}: its options cannot be read ({error})") from error
 
     def start(self, command: Any, options: Any) -> int:
-        """Start a command and return its process id. `CannotStart`: a value names code or a file."""
+        """Start a command and return its process id. `CannotStart`: code or a file needs `allow_code`."""
         words = self.arguments(command, options)
         out = self.top if command == "compare" else new_folder(self.top, command)
         return self._begin(command, ["-m", "exogym", command, *words, f"--out={out}"])

@@ -108,8 +108,8 @@ class SSHLauncher:
             args: the script's arguments, passed as text.
             module: True if `script` is a module's name.
             environment: variables to add to the environment on all hosts.
-            save_dir: folder in which the script saves checkpoints, which is shared by the hosts or exists on each of
-                them.
+            save_dir: folder for the script's checkpoints, which all hosts share, or which is a separate folder on each
+                host.
             folder: folder for the logs; default: a new folder in `out`.
             mirror: path, at or below `folder`, for a copy of the run folder, which rank 0 writes on the master
                 (`runs/...` in the project's folder). New records are copied during training. None: nothing is copied.

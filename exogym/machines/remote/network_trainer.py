@@ -113,8 +113,8 @@ class NetworkTrainer(Trainer):
             device: "auto" means each host's device in the hosts file.
             processes: leave it out: the hosts file's slots determine the number of processes.
             logger, callbacks: run in rank 0, on the master. Files that they write stay on the master.
-            save_dir: folder for checkpoints, which is shared by the hosts or exists on each of them. A relative path
-                starts in the project's folder.
+            save_dir: folder for checkpoints, which all hosts share, or which is a separate folder on each host.
+                A relative path starts in the project's folder.
             run_dir: the run folder, which rank 0 writes on the master. A relative path starts in the project's folder.
                 By default, the run uses a folder that is copied to the controller with the results (see
                 `exogym.core.record.run_folder`).
