@@ -126,7 +126,7 @@ def test_machines_that_are_not_alike(name: str, there: str | None) -> None:
     """The error names the machine and what it has; alike is no error."""
     here = looker()()
     check_versions({"10.0.0.1": here, "10.0.0.2": here})
-    what = f"10.0.0.2 has {name} {there}, here is {here[name]}" if there else f"10.0.0.2 has no {name}"
+    what = f"10.0.0.2 has {name} {there}, but this machine has {here[name]}" if there else f"10.0.0.2 has no {name}"
     with pytest.raises(
         ArgumentError, match=re.escape(f"versions on the Ray cluster differ: {what}. Install the same versions there")
     ):
