@@ -110,12 +110,7 @@ def _root(
 
 
 def application(commands: Mapping[str, tuple[str, str]], line: str) -> typer.Typer:
-    """Return a command line of other commands, for example in `research/`.
-
-    Args:
-        commands: the commands by name, each with its module and its line of help, as `COMMANDS`.
-        line: what the command line is for.
-    """
+    """Return a command line described by `line`, of `commands` {name: (module, line of help)}."""
     kind = type("_Commands", (_Commands,), {"table": commands})
     return typer.Typer(**SETTINGS, cls=kind, context_settings=HELP, help=line, callback=lambda: None)
 

@@ -47,10 +47,7 @@ def count_of(option: str, text: str) -> float:
 
 
 def numbers_of(option: str, text: str | None) -> list[float] | None:
-    """Read numbers such as "1,1,0.5". Without a text, return None.
-
-    Raise ArgumentError if a text between commas is not a number.
-    """
+    """Read numbers such as "1,1,0.5", or return None without a text. Raise ArgumentError for anything else."""
     if text is None:
         return None
     try:
@@ -80,10 +77,7 @@ def processes_of(text: str) -> int | str:
 
 
 def check_dataset(text: str) -> None:
-    """Check a task's name. "module:function" may name a module of the current folder.
-
-    Raise ArgumentError if no task has this name.
-    """
+    """Raise ArgumentError for an unknown task. "module:function" may name a module of the current folder."""
     if ":" not in text:
         check_choice("--dataset", text, DATASETS)
     elif os.getcwd() not in sys.path:  # as with python -m

@@ -31,21 +31,17 @@ LABEL_WORDS = "at most 52 lowercase letters, digits and '-', as in a DNS label"
 
 @dataclass(frozen=True)
 class Pods:
-    """A script and the resources that it needs on a Kubernetes cluster.
+    """A script and the resources that it needs on a Kubernetes cluster. Raises ArgumentError for invalid values.
 
     Args:
         script: path of a Python file in the image.
         arguments: the script's arguments.
-        image: the image's name, from which the cluster pulls it.
+        image: name of the image that the cluster pulls.
         nodes: number of pods.
-        processes_per_node: processes in each pod. If `processes_per_node` is None, a pod has one process per GPU, or
-            one process without GPUs.
+        processes_per_node: processes in each pod. By default, one per GPU, or one without GPUs.
         name: name of the Kubernetes objects.
         cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
-        claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
-
-    Raises:
-        ArgumentError: a value is not valid in a manifest.
+        claim: name of a PersistentVolumeClaim for checkpoints, writable by all pods.
     """
 
     script: str

@@ -37,21 +37,16 @@ HOW = "shard it with fully_shard(model, mesh=...) on the mesh that you pass as n
 
 
 class Shards:
-    """Point the model's sharded parameters at this process's columns of the node's row.
-
-    It takes the place of a `Worker`'s `NodeDevices`: the user's loop computes the gradients.
+    """Point the model's sharded parameters at this process's columns of the node's row, in place of `NodeDevices`.
 
     Args:
-        model: the model, sharded by `fully_shard` over the processes of the node.
+        model: the model, sharded by `fully_shard` over the node's processes along each parameter's first axis.
         wire: the communication between processes.
 
     Attributes:
         parts: each process's layouts, one per block of the fleet.
         parameters: plain tensors of this process's columns, one per trainable parameter.
-        stream: numbers in the name of this process's random stream: each process of the node draws other numbers.
-
-    Raises:
-        ModelError: a trainable parameter is not divided over the node's processes along its first axis.
+        stream: numbers in the name of this process's random stream, which differs from other processes' streams.
     """
 
     def __init__(self, model: nn.Module, wire: MeshWire):
@@ -162,10 +157,8 @@ class Shards:
         """Return the wire between nodes of several processes each, given this process's node.
 
         Args:
-            node: the node's processes, as a process group or as a device mesh of one axis.
-
-        Raises:
-            ArgumentError: `node` is neither, or the processes do not form equal nodes of consecutive processes.
+            node: the node's processes, as a process group or a one-axis device mesh. Nodes have equal numbers of
+                consecutive ranks.
         """
         if isinstance(node, DeviceMesh):
             if node.ndim != 1:

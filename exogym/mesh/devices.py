@@ -27,10 +27,9 @@ Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 class NodeDevices:
     """Train with a model that is split over the processes of a node, one process per device.
 
-    All processes of the node return the same losses and stop at the same step. The model is whole until `begin`. After
-    that, the pointer's `parameters` are plain tensors of this process's columns, and inner optimizers step them.
-    `set_home` makes the model whole again in the main process. In the other processes the model's parameters then have
-    no numbers (meta device).
+    All processes of the node return the same losses and stop at the same step. The model is whole until `begin`. Then
+    the pointer's `parameters` are plain tensors of this process's columns, which inner optimizers step. `set_home`
+    makes the model whole again in the main process; in the other processes its parameters are then on the meta device.
 
     Args:
         meshes: all nodes' meshes.
@@ -38,14 +37,9 @@ class NodeDevices:
 
     Attributes:
         split: divides the row over the node's processes.
-        within: divides the model over the node's processes. It is another object than `split` only if the nodes have
-            different meshes.
-        stream: numbers in the name of this process's random stream, so that shards and stages draw different random
-            numbers.
-        should_stop: whether the processes stop after this step. In each gradient they agree on the answer.
-
-    Raises:
-        ModelError: the model cannot be split over this mesh.
+        within: divides the model over the node's processes; differs from `split` only if the nodes' meshes differ.
+        stream: numbers in the name of this process's random stream, which shards and stages do not share.
+        should_stop: whether the processes stop after this step, as agreed in each gradient.
     """
 
     def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh], wire: Wire, device: torch.device):
@@ -93,10 +87,7 @@ class NodeDevices:
         return self
 
     def begin(self, worker: Worker, batch: Any) -> None:
-        """Split the model. Afterward this process holds only its own columns.
-
-        Raise ModelError if the split model's gradients differ from the whole model's.
-        """
+        """Split the model, so that this process keeps only its columns; raise ModelError for wrong gradients."""
         from exogym.mesh.probing import check_split
 
         if self.mesh.probe:
@@ -185,11 +176,10 @@ class NodeDevices:
         return told[0].to(worker.device, torch.get_default_dtype())
 
     def _passes(self, worker: Worker, batch: Any) -> list[list[Part]]:
-        """Return the micro-batches of this process's share of a batch.
+        """Return the micro-batches of this process's share of a batch: equally many in all of the node's processes.
 
-        Their number is equal in all of the node's processes. A micro-batch without examples gets an
-        example of weight 0. A pipeline makes a pass for each `micro_batch_size` examples of the node; any other split
-        makes one pass.
+        A micro-batch without examples gets an example of weight 0. A pipeline makes a pass for each `micro_batch_size`
+        examples of the node; any other split makes one pass.
         """
         total = batch_examples(batch)
         whole = min(total, worker.micro_batch_size or total)
@@ -228,12 +218,7 @@ class NodeDevices:
 
 
 def share_buffers(buffers: dict[str, Tensor], row: int, inside: Columns, keepers: Callable[[str], range]) -> None:
-    """Make a row's buffers equal in the node's processes, which saw different examples.
-
-    Args:
-        buffers: the buffers that training changes, {name: (rows, *shape)}.
-        keepers: returns the processes that change a buffer (`Split.keepers`).
-    """
+    """Average a row's `buffers`, {name: (rows, *shape)}, over the node's processes that change them."""
     for name, rows in buffers.items():
         those, none = keepers(name), torch.zeros_like(rows[row])
         if rows.is_floating_point() or rows.is_complex():

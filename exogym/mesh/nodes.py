@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 
 
 class MeshNodes:
-    """Nodes of several devices.
-
-    Args:
-        meshes: each node's split.
-
-    Attributes:
-        sizes: each node's number of devices.
-    """
+    """Nodes of several devices: each node's mesh, and in `sizes` its number of devices."""
 
     def __init__(self, meshes: Sequence[NodeMesh]):
         self.meshes = tuple(meshes)
@@ -33,10 +26,7 @@ class MeshNodes:
 
     @classmethod
     def of(cls, node: Any, num_nodes: int) -> MeshNodes:
-        """Return each node's split. `node` is one split for all, or a list.
-
-        Raise ArgumentError if `node` is neither, or it has another number of splits than `num_nodes`.
-        """
+        """Return each node's split, given one split for all or a list of `num_nodes`; otherwise raise ArgumentError."""
         if isinstance(node, cls):
             node = node.meshes
         found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
@@ -125,10 +115,7 @@ class MeshNodes:
         return found
 
     def devices(self, model: nn.Module, wire: Wire, device: torch.device) -> NodeDevices | None:
-        """Return what trains this process's part of a node; None if this process computes whole nodes.
-
-        Raise ModelError if the model cannot be split over one of the nodes.
-        """
+        """Return the `Worker.devices` for this process's part of a node; None if this process computes whole nodes."""
         for mesh in dict.fromkeys(self.meshes):
             check_split(model, mesh)
         if wire.devices.parts == 1:

@@ -26,9 +26,8 @@ class Places:
     Args:
         mesh: the node's mesh.
         layouts: the whole row's layouts, one per block of the fleet.
-        axes: {parameter's name: axis}: the axis along which the tensor split cuts the parameter. Other parameters are
-            not cut.
-        stages: {parameter's name: the stages that hold it, ascending}. Other parameters are in the first stage only.
+        axes: {name: axis} for the parameters that the tensor split cuts.
+        stages: {name: the stages that hold the parameter, ascending}. Other parameters are in the first stage only.
     """
 
     def __init__(
@@ -68,10 +67,7 @@ class Places:
         return tuple(box)
 
     def held(self, slot: Slot, part: int) -> Box:
-        """Return the elements of a parameter that device number `part` has between steps, as a range for each axis.
-
-        These are the elements that `computed` returns, divided over the shards.
-        """
+        """Return the elements of a parameter that device `part` stores: its shard of those it computes with."""
         first, *others = self.computed(slot, part)
         return (chunk(first, self.mesh.coordinates(part)["shard"], self.mesh.shard), *others)
 
@@ -82,10 +78,7 @@ class Places:
 
 
 def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], str]:
-    """Return where a model uses the parameters in `named`: {(module, attribute): name}.
-
-    A tied parameter has several entries.
-    """
+    """Return where a model uses the parameters in `named`: {(module, attribute): name}, also tied ones."""
     names = {id(p): name for name, p in named.items()}
     return {
         (module, attribute): names[id(p)]

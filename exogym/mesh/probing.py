@@ -85,13 +85,10 @@ def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | 
 
 
 def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
-    """Return a tensor (len(dense), 2): for each parameter's gradient, |split - dense|^2 and |dense|^2.
+    """Return (len(dense), 2): |split - dense|^2 and |dense|^2 for each parameter's gradient, in the order of `dense`.
 
-    The parameters are in the order of `dense`.
-
-    `dense` has the whole model's gradients by name, `split` has the split model's gradients. Each process of a node may
-    pass only its own parts of the gradients; the results of all processes then add up. A gradient that is None counts
-    as 0.
+    `dense` and `split` are the whole and the split model's gradients by name, where None counts as 0. Each process of a
+    node may pass only its own parts of the gradients, because the processes' results add up.
     """
     found = torch.zeros(len(dense), 2, dtype=torch.float64)
     for row, (name, whole) in zip(found, dense.items(), strict=True):
@@ -104,17 +101,14 @@ def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | Non
 
 
 def refuse_others(names: list[str], sums: Tensor, what: object) -> None:
-    """Refuse a split whose gradients differ from the whole model's.
+    """Raise ModelError, which names the worst parameter, if the split's gradients differ from the whole model's.
 
-    A parameter's gradient passes if |split - dense| is at most 1 % of |dense|, or at most 1e-5 of the norm of all
-    gradients together.
+    A parameter passes if |split - dense| is at most 1 % of |dense|, or at most 1e-5 of the norm of all gradients
+    together.
 
     Args:
         sums: (parameters, 2), the results of `squares`, summed over the processes of a node.
         what: a text or object that names the split, for the message.
-
-    Raises:
-        ModelError: the gradients differ. The message names the worst parameter.
     """
     if not bool((whole := sums[:, 1]).isfinite().all()):
         name = names[int((~whole.isfinite()).nonzero()[0])]

@@ -24,12 +24,7 @@ from exogym.mesh.split import Context, Loss, Part, Split
 
 
 class Recut(Split):
-    """A `Split` whose row is cut evenly over `inside`, while the model is split as in `split`.
-
-    Args:
-        split: the model's split over all processes of the node.
-        inside: the K processes that hold one copy of the row.
-    """
+    """A `Split` with the model split as in `split`, and the row cut over the K processes `inside` of a copy."""
 
     def __init__(self, split: Split, inside: Columns):
         super().__init__(split.model, split.mesh, split.inside, split.device)

@@ -129,8 +129,8 @@ class Replicated(Placed):
 
         Args:
             tensors: this process's tensors, by the parameter's number.
-            gives: for each process on the axis, the numbers of the parameters to send to it.
-            takes: for each process on the axis, the numbers of the parameters to receive from it.
+            gives, takes: for each process on the axis, the numbers of the parameters to send to it and to receive from
+                it.
             these: exchange only parameters with these numbers.
         """
         few = [[[k for k in some if k in these and k in tensors] for some in way] for way in (gives, takes)]

@@ -34,13 +34,10 @@ def scatter_sums(along: Columns, wholes: Sequence[Tensor]) -> list[Tensor]:
 def hand_on(
     along: Columns, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Send some of the numbered `tensors` to other processes; yield (number, tensor) for each received tensor.
+    """Send numbered `tensors` to other processes; yield (number, tensor) for each received tensor.
 
-    A received tensor has the shape and dtype of this process's own tensor with that number.
-
-    Args:
-        gives: gives[j] has the numbers of the tensors to send to process j.
-        takes: takes[j] has the numbers of the tensors that process j sends to this process.
+    `gives[j]` and `takes[j]` are the numbers of the tensors to send to process j and to receive from it. A received
+    tensor has the shape and dtype of this process's own tensor with that number.
     """
     named = [k for some in (*gives, *takes) for k in some]
     if not named:

@@ -37,10 +37,10 @@ class Split:
         device: the model's device.
 
     Attributes:
-        parts: each process's layouts, one per block of the fleet. A process's layout has no elements of a parameter if
-            only other processes' rows store this parameter.
-        way: a number that identifies the order in which this process used blocks and gradients since the last
-            `refresh`. If processes gather parameters during a pass, all of them must have the same number.
+        parts: each process's layouts, one per block of the fleet, without the parameters that only other processes
+            store.
+        way: a number for the order in which this process used blocks and gradients since the last `refresh`. It must be
+            equal in all processes that gather parameters during a pass.
     """
 
     way = 0
@@ -62,23 +62,14 @@ class Split:
         yield
 
     def keepers(self, buffer: str) -> range:
-        """Return the processes that change the buffer `buffer`.
-
-        A float buffer's value is the mean over these processes.
-        """
+        """Return the processes that change the buffer `buffer`, whose value is their mean if it is a float."""
         return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
-        """Set `way`: compute `parts` with the whole model, before the split.
-
-        Do nothing if the processes do not gather parameters during a pass.
-        """
+        """Compute `parts` with the whole model, to set `way` if processes gather parameters in a pass."""
 
     def split(self) -> None:
-        """Split the model. Call `point` before computing with it.
-
-        Raise ModelError if torch cannot split the model.
-        """
+        """Split the model, or raise ModelError if torch cannot. Call `point` before computing with it."""
         raise NotImplementedError
 
     def let_go(self) -> None:
@@ -106,10 +97,7 @@ class Split:
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of this process's columns, summed over all parts, and clear them.
-
-        The list has one entry per parameter: a tensor, or None if no process has a gradient for the parameter.
-        """
+        """Return and clear the gradients of this process's columns over all parts: a tensor or None per parameter."""
         raise NotImplementedError
 
 
@@ -123,9 +111,6 @@ class Placed(Split):
         devices: torch's device mesh with the mesh's axes.
         along: the communication between the processes along each axis.
         at: this process's coordinates on the axes.
-
-    Raises:
-        ModelError: a parameter has no axis, or torch cannot split the layers.
     """
 
     def __init__(
@@ -179,11 +164,7 @@ def whole_layouts(model: nn.Module) -> list[Layout]:
 
 
 def check_ways(split: Split) -> None:
-    """Check that all processes of the node used the same blocks and gradients in the same order (`Split.way`).
-
-    All processes must call this function together. Raise ModelError if a process used other blocks or gradients, or
-    another order.
-    """
+    """Raise ModelError unless the node's processes used the same blocks and gradients in the same order."""
     refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
 
 
@@ -193,12 +174,7 @@ def as_told(split: Split) -> Tensor:
 
 
 def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
-    """Raise ModelError if a node's processes used blocks or gradients in different orders.
-
-    Args:
-        told: the sum of the processes' results of `as_told`.
-        parts: the number of processes.
-    """
+    """Raise ModelError if `told`, the sum of `as_told` over `parts` processes, shows different orders of blocks."""
     if int(told[0]) ** 2 != parts * int(told[1]):
         raise other_ways(mesh)
 
@@ -217,11 +193,8 @@ def passes(
 ) -> Tensor:
     """Add the gradients of a batch's `parts`, weighted by their shares, to `.grad`; return the weighted sum of losses.
 
-    `scale` multiplies both the gradients and the sum.
-
-    Args:
-        context: surrounds each forward pass, such as autocast.
-        before: called before each backward pass; its argument says whether the pass is the last.
+    `scale` multiplies the gradients and the sum, and each forward pass runs in `context`, such as autocast. `before` is
+    called before each backward pass, with whether the pass is the last.
     """
     total = torch.zeros((), dtype=torch.float64)
     for k, (part, share) in enumerate(parts):

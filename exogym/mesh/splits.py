@@ -76,10 +76,9 @@ def _plan_of_hugging_face(model: nn.Module) -> dict[str, str]:
 
 
 def cuts(model: nn.Module, stages: int) -> list[str]:
-    """Return the names of the modules after which the model is cut into `stages` of about equal size.
+    """Return the names of the modules after which the model is cut into `stages` of about equal size; [] if unknown.
 
-    Return [] if no place to cut the model is known. An `nn.Sequential` can be cut after each of its modules; other
-    models can be cut at their `cut_points`.
+    An `nn.Sequential` can be cut after each of its modules, other models at their `cut_points`.
     """
     pattern = "*" if isinstance(model, nn.Sequential) else getattr(model, "cut_points", None)
     if pattern is None:
@@ -111,10 +110,7 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], list[str]]:
-    """Return (device_of, cuts). `device_of(name)` is the pipeline device of a parameter or buffer.
-
-    `cuts` has the names of the modules after which the model is cut, in order.
-    """
+    """Return (device_of, cuts): a function from a parameter's name to its stage, and the cuts in order."""
     if mesh.depth == 1:
         return lambda name: 0, []
     if mesh.pipeline is None:

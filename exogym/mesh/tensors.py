@@ -24,10 +24,7 @@ PARALLEL_STYLES: dict[str, ParallelStyle] = {  # by their names in `exogym.mesh.
 
 
 def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
-    """Split the layers of `model` in place, with the user's `parallelize` or with `tensor_plan`.
-
-    Raise ModelError if torch cannot split the model.
-    """
+    """Split the layers of `model` in place by `parallelize` or `tensor_plan`; raise ModelError if torch cannot."""
     if mesh.parallelize is not None:
         mesh.parallelize(model, devices)  # its errors are the user's
     elif mesh.tensor > 1:

@@ -100,8 +100,8 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 def forget_groups(device: torch.device) -> None:
     """Clear torch's cache of DTensor operations, in this thread and in the thread that computes gradients on `device`.
 
-    The cache keeps device meshes. A new mesh of the same processes equals an old mesh, so torch would use the old mesh.
-    The old mesh's process groups belong to an earlier run and no longer exist.
+    The cache keeps device meshes. Torch would use an equal mesh of an earlier run, whose process groups no longer
+    exist.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -117,9 +117,8 @@ def forget_groups(device: torch.device) -> None:
 class Hollow(TorchDispatchMode):
     """A context in which tensors computed from a model's parameters have shapes but no values (torch's meta device).
 
-    A forward pass in this context takes almost no time. Raise ModelError if the pass reads a value of such a tensor.
-    With `watches=True`, the error is also raised if the pass uses, after a call of `cut`, a tensor from before this
-    call.
+    A forward pass then takes almost no time, and raises ModelError if it reads a value of such a tensor or, with
+    `watches=True`, uses after a call of `cut` a tensor from before this call.
     """
 
     def __init__(self, model: nn.Module, watches: bool = False):
@@ -132,8 +131,7 @@ class Hollow(TorchDispatchMode):
     def cut(self, out: Tensor, name: str) -> Tensor:
         """Cut the model after module `name`: return a substitute for `out`, the module's output.
 
-        With `watches=True`, later code may use only this substitute, and no other tensor that was computed before the
-        cut.
+        With `watches=True`, later code may use no other tensor that was computed before the cut.
         """
         self._beyond |= self._made
         self._made, self._last = {}, name

@@ -49,8 +49,7 @@ class Parameter(NamedTuple):
         padded: its bytes with the first axis padded to a multiple of the shards.
         gathers: how often the shards gather it in a pass: twice in a block, which they gather one at a time.
         stages: number of pipeline stages that hold the parameter; two if it is tied.
-        is_cut: whether a tensor split gives each device a part of the parameter. Otherwise each device has the whole
-            parameter.
+        is_cut: whether a tensor split divides the parameter over the devices.
     """
 
     size: int
@@ -61,13 +60,9 @@ class Parameter(NamedTuple):
 
 
 class InsideTraffic:
-    """The bytes that the devices of a node send each other in a step.
+    """The bytes that the devices of a node send each other in a step of `model`, which is split as in `mesh`.
 
     Traffic from a user's function `parallelize` is unknown, so it does not count.
-
-    Args:
-        model: the whole model.
-        mesh: the node's split.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh):
@@ -109,11 +104,7 @@ class InsideTraffic:
             yield
 
     def tx_bytes(self, examples: int, at_once: int | None = None) -> float:
-        """Return the bytes that all devices of the node send in a step of `examples` examples. The result is cached.
-
-        Args:
-            at_once: the largest number of examples that the node computes at once. None means all examples.
-        """
+        """Return (cached) the bytes that a node's devices send in a step, with at most `at_once` examples at a time."""
         if (examples, at_once) not in self._known:
             whole = min(examples, at_once or examples)
             passes = [self.mesh.shares(min(whole, examples - start)) for start in range(0, examples, whole)]

@@ -31,15 +31,12 @@ alike: set[str] = set()  # machines of the connected cluster whose versions have
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
-    """Connect this process to a cluster. If no address is known, start a cluster on the loopback interface.
+    """Connect this process to a Ray cluster, or start one on the loopback interface; raise ArgumentError if this fails.
 
     Args:
-        address: "auto" (this machine's cluster), "host:port", or None. None means the address in RAY_ADDRESS, or a new
-            cluster if RAY_ADDRESS is not set. If the script has connected to Ray already, ExoGym uses this connection.
+        address: "auto" (this machine's cluster), "host:port", or None for the address in RAY_ADDRESS or, without it, a
+            new cluster. If the script has already connected to Ray, ExoGym uses this connection.
         runtime_env: code, data and environment of the cluster's processes, as in Ray's `runtime_env`.
-
-    Raises:
-        ArgumentError: Ray is not installed, no cluster answers, or it rejects this process.
     """
     global _asked
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -126,10 +123,7 @@ def needs_gpu(wanted: str) -> bool:
 
 
 def room(need: Mapping[str, float]) -> dict[str, int]:
-    """Return, for each living machine, how many processes now have room on it.
-
-    `need` has the CPUs and GPUs that a process needs, by Ray's names.
-    """
+    """Return how many processes, which `need` these CPUs and GPUs (by Ray's names), now fit on each living machine."""
     import ray
     from ray._private.state import available_resources_per_node  # Ray's public calls give only sums over machines
 
@@ -152,10 +146,7 @@ def no_room(need: Mapping[str, float], processes: int) -> ArgumentError:
 
 
 def looker() -> Callable[[], dict[str, str | None]]:
-    """Return a function that returns the versions of Python, torch and ExoGym in the process that calls it.
-
-    Its code can be sent to a process without ExoGym: see `by_value`.
-    """
+    """Return a function that returns its process's versions, and works without ExoGym (see `by_value`)."""
     packages, package_sum = probe.packages, probe.package_sum
 
     def look() -> dict[str, str | None]:
@@ -181,13 +172,10 @@ def by_value() -> Iterator[None]:
 
 
 def check_machines(places: Sequence[tuple[str, Any]]) -> None:
-    """Check that the machines have the same versions of Python, torch and ExoGym as this process.
+    """Raise ArgumentError unless the machines have this process's versions of Python, torch and ExoGym.
 
-    `places` has pairs (machine, Ray's scheduling strategy for a process on this machine).
-
-    Raises:
-        ArgumentError: versions differ, or a runtime environment failed.
-        WorkerError: a machine is lost.
+    `places` has pairs (machine, Ray's scheduling strategy for a process on this machine). A lost machine is a
+    WorkerError.
     """
     import ray
 
@@ -214,10 +202,7 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
-    """Compare the versions `found` on each machine with this process's versions.
-
-    Other versions would change results or raise errors. Raise ArgumentError if versions differ.
-    """
+    """Raise ArgumentError if the versions `found` on the machines differ from the versions in this process."""
     own = looker()()
     unlike = [
         f"{machine} has {name} {theirs[name]}, but this machine has {own[name]}"

@@ -43,8 +43,7 @@ class SeatPlan:
     Attributes:
         placement: the node ids of each process.
         on_gpu: whether each process has its own GPU.
-        folder: the script's current folder. A process changes to this folder if the process's machine has it. If
-            `folder` is None, Ray's runtime environment sets the folder.
+        folder: the script's folder, to which each process changes if it exists there. None: Ray's runtime_env sets it.
     """
 
     placement: Sequence[Sequence[int]]
@@ -62,10 +61,7 @@ def _or_lost(call: Callable[[], Result]) -> Result:
 
 
 class Seat:
-    """A Ray actor that is one process of a run.
-
-    `train` runs in one thread; `stop` and `ask` run in other threads meanwhile.
-    """
+    """A Ray actor that is one process of a run. `train` runs in one thread, `stop` and `ask` meanwhile in others."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()

@@ -18,7 +18,7 @@ class Buckets:
     """Send the gradients of this process's only row, bucket by bucket, as soon as they are computed.
 
     Args:
-        worker: the worker of this process. Its parameters get hooks, and `close` removes the hooks.
+        worker: the worker of this process. Its parameters get hooks, which `close` removes.
         fleet: a fleet with one row in this process and a wire that can sum in the background.
         bucket_bytes: a bucket's size in bytes. A block's last bucket may be smaller.
     """

@@ -20,12 +20,11 @@ def refuse_carried(
     before: Any, changed: Sequence[str], trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
     tolerance: float,
 ) -> None:  # fmt: skip
-    """Reject a model if a training step changes an attribute that later steps use.
+    """Raise ModelError, with a remedy, if a training step changes an attribute that later steps use.
 
-    The test takes a step on `batch` twice. The first step starts with the attribute's first value. Then a step on
-    another batch, with other parameters, may change the attribute, and the second step starts with the changed value.
-    If both steps on `batch` give the same loss and leave the same attribute, the attribute is harmless: the model
-    writes the attribute before reading it, or makes a value that never changes.
+    The test takes a step on `batch` twice: with the attribute's first value, and after a step on another batch with
+    other parameters. If both steps on `batch` give the same loss and leave the same attribute, the attribute is
+    harmless: the model writes it before reading it, or makes a value that never changes.
 
     Args:
         before: a copy of the attributes (`first_step.Attributes`) from before the first step.
@@ -33,9 +32,6 @@ def refuse_carried(
         trial: takes a training step on a batch, undoes everything except changes of attributes, and returns the loss.
         another: returns another batch. If its tensors have other shapes, the test uses `batch` again.
         tolerance: relative tolerance for floats; 0 if computing twice gives the same bits.
-
-    Raises:
-        ModelError: an attribute changes later steps. The message names the attribute and the remedy.
     """
     before.put_back(changed)
     loss, after = trial(batch), before.now()

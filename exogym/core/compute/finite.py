@@ -25,7 +25,7 @@ class Watch:
     """Check whether losses, gradients and parameters are finite, and act according to `on_nonfinite`.
 
     Args:
-        policy: the value of `on_nonfinite` ("raise", "skip" or "ignore"). A nonfinite loss is an error even under
+        policy: the value of `on_nonfinite` ("raise", "skip" or "ignore"). Nonfinite losses are errors even for
             "ignore".
         worker: the process's worker. It must be bound to its fleet before the first check.
 
@@ -42,10 +42,9 @@ class Watch:
     # Losses
 
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
-        """Return whether the node must be skipped after a nonfinite `loss` at its step `step`.
+        """Return whether the node must be skipped after a nonfinite `loss` at its step `step`; raise unless "skip".
 
-        Under "skip", return True if the node's parameters were not finite before the step, and otherwise False. Raise
-        TrainingError if the policy is not "skip".
+        Under "skip", the result is True if the node's parameters were not finite before the step.
         """
         where = None if self._is_ignored or self.row_is_finite(row) else first_in(self.worker.fleet, self._params(row))
         if self.skips:
@@ -55,10 +54,9 @@ class Watch:
         raise of_loss(rank, loss, step)
 
     def losses(self, rank: int, row: int, losses: Tensor, first: int) -> Tensor:
-        """Check the `losses` (K,) of K steps of a node, and return them.
+        """Check and return the `losses` (K,) of K steps of a node, which took `first` steps before.
 
-        `first` is the number of steps that the node took before. Under "skip", inf replaces losses that are not finite.
-        Raise TrainingError if a loss is not finite, unless the policy is "skip".
+        Raise TrainingError if a loss is not finite. Under "skip", replace it by inf instead.
         """
         finite = torch.isfinite(losses)
         if bool(finite.all()):
@@ -71,20 +69,14 @@ class Watch:
         raise of_loss(rank, float(losses[at]), first + at + 1)
 
     def are_finite(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all numbers in all of the node's processes are finite, with a single wait for the device.
-
-        False means that some may not be; check them one by one.
-        """
+        """Return whether all numbers in all of the node's processes are surely finite, with one wait for the device."""
         total = torch.stack([_sum(x).float() for x in tensors]).sum().item() if tensors else 0.0
         return not self.worker.fleet.comm.wire.columns.any(not math.isfinite(total))
 
     # Rows and gradients
 
     def row(self, rank: int, row: int, step: int) -> None:
-        """Check the parameters in `row` after the node's step `step`.
-
-        Raise TrainingError if a parameter is not finite, and the policy is "raise".
-        """
+        """Raise TrainingError under "raise" if a parameter in `row` is not finite after the node's step `step`."""
         if self.raises and not self.row_is_finite(row):
             raise of_update(rank, first_in(self.worker.fleet, self._params(row)), step)
 
@@ -96,9 +88,9 @@ class Watch:
         return not self.worker.fleet.comm.wire.columns.any(not all(map(is_finite, tensors)))
 
     def gradient(self, rank: int, row: int, step: int) -> bool:
-        """Return whether the gradient in `row` of the fleet's `grads` is finite. Under "ignore" always return True.
+        """Return whether the gradient in `row` of the fleet's `grads` is finite (always True under "ignore").
 
-        Raise TrainingError if the gradient is not finite, and the policy is "raise".
+        Raise TrainingError if not, and the policy is "raise".
         """
         grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
         if self._is_ignored or self._all_finite(grads):
@@ -108,10 +100,9 @@ class Watch:
         return False
 
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
-        """Return whether the gradients `grads` are finite. Under "ignore" always return True.
+        """Return whether the gradients `grads` (None: no gradient) are finite (always True under "ignore").
 
-        `grads` has a tensor or None for each of the worker's parameters. Raise TrainingError if a gradient is not
-        finite, and the policy is "raise".
+        Raise TrainingError if not, and the policy is "raise".
         """
         present = [g for g in grads if g is not None]
         if self._is_ignored or not present:
@@ -126,14 +117,11 @@ class Watch:
         return True
 
     def shared(self, vectors: Sequence[Tensor] | None, what: str, step: int) -> None:
-        """Check parameters that the strategy changes, such as outer parameters, after step `step` of the run.
+        """Raise TrainingError, except under "ignore", if parameters that the strategy changes are not finite.
 
         Args:
             vectors: the parameters, a tensor per block. Without `vectors`, nothing is checked.
             what: the parameters' name for the message, such as "the outer parameters".
-
-        Raises:
-            TrainingError: a parameter is not finite, and the policy is not "ignore".
         """
         if self._is_ignored or vectors is None or self._all_finite(vectors):
             return
@@ -142,10 +130,9 @@ class Watch:
     # Skipping nodes
 
     def spoilt(self, nodes: Sequence[int], also: Sequence[int] = ()) -> list[int]:
-        """Return the nodes whose parameters are not finite, whose buffers contain NaN, or which are in `also`.
+        """Return which of `nodes` have parameters that are not finite or buffers with NaN, or are in `also`.
 
-        Only nodes in `nodes` are returned. All processes must call this method together, each with its own `also`. All
-        processes get the same list.
+        All processes must call this method together, each with its own `also`, and get the same list.
         """
         fleet = self.worker.fleet
         flags = torch.zeros(len(fleet), fleet.num_nodes)

@@ -38,7 +38,7 @@ MEASURED = 8  # examples of a trial pass for activations
 def look(
     worker: Worker, batch: Any, another: Callable[[], Any] | None = None, alone: Callable[[], None] | None = None
 ) -> None:
-    """Take a training step on `batch`, undo it, and reject models that can't be trained.
+    """Take a training step on `batch`, undo it, and raise ModelError for a model that can't be trained.
 
     Set the worker's `changing`, `draws_torch` and `draws_python` to the buffers that the step changes and the random
     generators that it uses. Buffers that the first step makes or resizes remain. A second step then checks that later
@@ -47,10 +47,6 @@ def look(
     Args:
         another: returns another batch like `batch`. Without `another`, the second step uses `batch` again.
         alone: called if a step on a single example fails in batch normalization. Without `alone`, this is not tried.
-
-    Raises:
-        ModelError: the model returns no loss; the loss depends on no trainable parameter; a gradient is sparse; or the
-            step changes a frozen parameter, or an attribute that later steps use.
     """
     start_training(worker.model)
     if alone is not None and _fails_alone(worker, batch):
@@ -175,10 +171,7 @@ def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> li
 
 @contextlib.contextmanager
 def trying(worker: Worker) -> Iterator[None]:
-    """Return a context for trials: evaluation mode with fixed random seeds.
-
-    At the exit, the gradients are cleared, and the buffers and the training mode are restored.
-    """
+    """A context for trials: evaluation mode, fixed seeds, and at the exit cleared gradients, and buffers as before."""
     seed_torch(0, worker.device)
     seed_python(0)
     kept = [(*owner_of(worker.model, name), b, b.detach().clone()) for name, b in worker.model.named_buffers()]
@@ -240,10 +233,7 @@ class Attributes:
         return Attributes(self.model)
 
     def allowed(self) -> set[str]:
-        """Return the paths of the attributes that modules list as harmless, in `shared_attributes`.
-
-        Raise ModelError if a module's `shared_attributes` is not a list of names.
-        """
+        """Return the paths in modules' `shared_attributes`. Raise ModelError if one is not a list of names."""
         named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
         for name, keys in named:
             if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
@@ -254,20 +244,14 @@ class Attributes:
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
     def differing(self, other: Attributes, tolerance: float) -> list[str]:
-        """Return the paths of the attributes whose values differ between this copy and the copy `other`.
-
-        Floats differ if their relative difference is above `tolerance`.
-        """
+        """Return the paths whose values differ from the copy `other`, floats by more than `tolerance` (relative)."""
         paths = dict.fromkeys([*self.kept, *other.kept])
         pairs = {path: (self.kept.get(path), other.kept.get(path)) for path in paths}
         return [path for path, (a, b) in pairs.items() if a is None or b is None or not a.same(b, tolerance)]
 
     @torch.no_grad()
     def put_back(self, paths: Iterable[str]) -> None:
-        """Set the attributes at `paths` back to their copied values.
-
-        Objects that changed in place are restored in place.
-        """
+        """Set the attributes at `paths` back to their copied values, in place if they changed in place."""
         for path in paths:
             name, _, key = path.rpartition(".")
             if path in self.kept:

@@ -38,14 +38,12 @@ class InnerOptimizer(Stateful):
     """Keep one torch optimizer per row. All these optimizers are built on the parameters of the one module.
 
     The worker points these parameters at one row after another, and then the row's optimizer steps. So every row has
-    its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call.
+    its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call, or
+    raises ArgumentError if it needs more than gradients, or its state cannot be saved.
 
     Attributes:
         optimizers: the optimizers built so far, by row.
         corrections: modules that change the gradients in place before they are clipped.
-
-    Raises:
-        ArgumentError: the optimizer needs more than gradients, or its state cannot be saved.
     """
 
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
@@ -92,12 +90,9 @@ class InnerOptimizer(Stateful):
         return optimizer
 
     def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
-        """Take the row's optimizer step with the gradients in `.grad`, and then set `.grad` to None.
+        """Take the row's optimizer step (unless `skip`) with the gradients in `.grad`, and then set `.grad` to None.
 
-        Args:
-            at: the step number that the learning rate's schedule gets.
-            clip: whether to clip the gradients to `max_norm`.
-            skip: if true, do not step; only set `.grad` to None.
+        `at` is the step number for the learning rate's schedule. With `clip`, gradients are clipped to `max_norm`.
         """
         if not self.schedule.is_constant and self._named:
             set_rates(self.optimizer, self.schedule, at)
@@ -122,10 +117,7 @@ class InnerOptimizer(Stateful):
             self._spare.append(old)
 
     def row(self, row: int) -> Tensors:
-        """Return the state of the row's optimizer, in the form of `optimizer_state`.
-
-        Before the first `enter` the result is {}.
-        """
+        """Return the state of the row's optimizer as `optimizer_state` does; {} before the first `enter`."""
         if row not in self.optimizers:
             return {}
         forget_rates(self.optimizers[row])

@@ -123,13 +123,11 @@ class TrainNode:
 class Loop:
     """Compute row by row. Each row takes all steps of a stretch before the next row begins, which uses the cache well.
 
-    The loop registers the inner optimizers and the numbers of steps with the fleet's state.
-
     Args:
-        worker: the process's worker. It must be bound to its fleet.
+        worker: the process's worker. It must be bound to its fleet, in whose state the loop registers its own.
         inner: the rows' inner optimizers. Without `inner`, the strategy's own `step` method steps the optimizers.
-        bucket_bytes: the size of buckets that are sent during the backward pass. Such buckets need one row in the
-            process and a wire that can overlap. Without `bucket_bytes`, gradients are sent after the backward pass.
+        bucket_bytes: the size of buckets that are sent during the backward pass, which needs one row in the process and
+            a wire that can overlap. Without `bucket_bytes`, gradients are sent after the backward pass.
     """
 
     together = False
@@ -229,9 +227,8 @@ class Loop:
     def _looked_at(self, rows: Sequence[int], losses: Tensor, fit: Sequence[bool] | None = None) -> Tensor:
         """Check the losses (len(rows),) and the gradients of the next step of `rows`, and return the losses.
 
-        Under on_nonfinite="skip", inf replaces a loss that is not finite. `fit` has False for each gradient that
-        overflowed in fp16, which the loss scale handles. Raise TrainingError if a number is not finite, and
-        on_nonfinite is not "skip".
+        Raise TrainingError if a number is not finite, except under "skip", where inf replaces such a loss. `fit` has
+        False for each gradient that overflowed in fp16, which the loss scale handles.
         """
         if self.watch.are_finite([losses, *self._parts(rows, grads=True)]):
             return losses

@@ -29,7 +29,7 @@ def check_rows(
     model: nn.Module, strategy: Strategy, free: int, *, num_nodes: int, rows: int, processes: int, is_cut: bool,
     buffer_bytes: int, together: bool,
 ) -> None:  # fmt: skip
-    """Reject a run that doesn't fit into memory, before any row is allocated.
+    """Raise ArgumentError, which lists the bytes, if a run doesn't fit into `free` bytes, before any row is allocated.
 
     The check counts parameters, gradients, optimizer state, buffers, strategy state, temporary tensors, servers and
     Python objects. It does not count activations, data and histories. The check itself needs little memory: the
@@ -37,16 +37,11 @@ def check_rows(
     the optimizer or the strategy fails here, its state is not counted.
 
     Args:
-        free: the free bytes.
-        num_nodes: the number of nodes, N.
-        rows: the number of the run's rows. It is below N if only some nodes act at a time.
+        rows: the number of the run's rows. It is below `num_nodes` if only some nodes act at a time.
         processes: number of processes that divide the rows. Each process has its own memory.
         is_cut: whether a node is several processes, each with a part of a row.
         buffer_bytes: bytes per row of the buffers that training changes.
         together: whether gradients of several rows are computed at once (`compute="vmap"`).
-
-    Raises:
-        ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
     """
     parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
     each = {"parameters": sum(p.nbytes for p in parameters), "buffers": buffer_bytes}

@@ -24,13 +24,10 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 def explain(
     error: Exception, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any, out: Any = MISSING
 ) -> ExoGymError | None:
-    """Return an error that explains `error`, and names the wrong value and the line to change.
-
-    Return None if ExoGym does not know this kind of error.
+    """Return an error that explains `error`, and names the wrong value and the line to change; None if unknown.
 
     Args:
-        error: an error from the model, `loss_fn` or the backward pass.
-        batch: the batch on which the error occurred.
+        error: an error from the model, `loss_fn` or the backward pass, raised for `batch`.
         out: the model's output; MISSING if the model raised `error`.
     """
     if isinstance(error, ExoGymError):

@@ -46,14 +46,7 @@ SETTINGS = ("weight", "ignore_index", "reduction", "size_average", "reduce")
 
 @dataclass
 class Output:
-    """Hold the results of one batch.
-
-    Attributes:
-        loss: a scalar.
-        predictions: the model's predictions, or None if they are unknown.
-        targets: the batch's targets, or None if they are unknown.
-        metrics: further scalars that the model returned, by name.
-    """
+    """The results of one batch: the scalar `loss` and, if known, predictions, targets and further scalars by name."""
 
     loss: Tensor
     predictions: Tensor | None = None
@@ -62,15 +55,9 @@ class Output:
 
 
 class Loss:
-    """Call the model on a batch and find the loss in the model's output.
+    """Call the model on a batch and find the loss in the model's output. Without a scalar loss, raise ModelError.
 
-    Args:
-        model: the user's module.
-        loss_fn: computes the loss, as `loss_fn(predictions, targets)`. Without `loss_fn`, the model returns its own
-            loss.
-
-    Raises:
-        ModelError: the output holds no scalar loss. The message describes the output.
+    `loss_fn(predictions, targets)` computes the loss. Without `loss_fn`, the model returns its own loss.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
@@ -180,12 +167,9 @@ class Loss:
         return None if self.counting is None else float(self.counting(targets[start:stop]).cpu().double().sum())
 
     def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
-        """Raise an error that explains `error`, which the model or `loss_fn` raised for `batch`.
+        """Raise an error that explains `error`, which the model or `loss_fn` raised for `batch`, if the cause is known.
 
-        Return without an error if ExoGym knows no explanation.
-
-        Args:
-            out: the model's output, or `MISSING` if the model raised `error`.
+        `out` is the model's output, or `MISSING` if the model raised `error`.
         """
         from exogym.core.compute.mistakes import explain
 

@@ -38,20 +38,15 @@ DRAWS = "the model draws random numbers in evaluation mode too"
 
 
 def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) -> bool:
-    """Reject micro-batches of `size` examples if their gradients don't add up to the whole batch's gradient.
-
-    Return False if the model cannot be tested.
+    """Raise ModelError if gradients of micro-batches of `size` don't add up to the batch's; return False if untestable.
 
     The test runs in evaluation mode, so that dropout and batch statistics change nothing. It uses at most 16 examples
     and computes each twice. At most 8 examples are in memory at once, or two micro-batches if these have fewer
     examples. The test can miss a wrong loss, for example class weights of a class that no tested example has.
 
     Args:
-        batches: the examples come from the first batch. If all its targets are equal, they come from all batches.
+        batches: the examples come from the first batch, or from all batches if all its targets are equal.
         option: the option that asks for micro-batches, for messages.
-
-    Raises:
-        ModelError: the gradients differ by more than rounding. The message names the worst parameter.
     """
     batch, keys = _telling(batches)
     first, second = SIZES.get(size, MOST_SIZES)
@@ -66,10 +61,7 @@ def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) 
 
 
 def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
-    """Compare the gradient of `few` examples with the sum over two parts: the `first` examples, and the others.
-
-    Return False if the model cannot be tested in this way.
-    """
+    """Compare the gradient of `few` examples with the sum of the `first` and the others; False if impossible."""
     named = {name: p for name, p in worker.model.named_parameters() if p.requires_grad}
     sums = torch.zeros(len(named), 2, dtype=torch.float64)
     weights = copy.deepcopy(worker.weights)  # a copy, so that this test does not change the tests during training
@@ -136,10 +128,7 @@ class Trials:
         self._is_possible = True
 
     def see(self, batch: Any) -> None:
-        """Count a step, and try examples of its batch if a trial is due.
-
-        Raise ModelError if the loss is no mean of its parts' losses.
-        """
+        """Count a step, and try examples of its batch if due. Raise ModelError if the loss is not a mean of parts."""
         if self.worker.at[0] < 0:  # `check_split` compares the gradients of this batch
             return
         self.steps += 1
@@ -212,10 +201,7 @@ def _telling(batches: Iterable[Any]) -> tuple[Any, list[float]]:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """Join all batches whose tensors have the same shapes as the first batch's, apart from the number of examples.
-
-    If batches hold more than tensors, such as texts, return the first batch.
-    """
+    """Join all batches shaped like the first, apart from the number of examples; only the first if not all tensors."""
     if beside_tensors(batches[0]):
         return batches[0]
     leaves = [tensors_in(batch) for batch in batches]
@@ -255,12 +241,10 @@ def _varied(keys: Sequence[float], start: int, stop: int) -> list[int]:
 
 
 def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
-    """Return a text about the gradient that is furthest over its limit; "" if all gradients are within their limits.
+    """Return a text about the gradient furthest over its limit; "" if all gradients are within their limits.
 
-    Args:
-        sums: (parameters, 2): |split - dense|^2 and |dense|^2 of each gradient.
-        eps: relative rounding error of one operation. A gradient passes within max(1 %, 16 eps) of its norm, or within
-            max(1e-5, eps) of the norm of all gradients together.
+    `sums` (parameters, 2) has each gradient's |split - dense|^2 and |dense|^2. With `eps`, the relative rounding error
+    of one operation, a gradient passes within max(1 %, 16 eps) of its norm, or max(1e-5, eps) of the norm of all.
     """
     off, norms = sums.sqrt().unbind(1)
     limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))

@@ -49,8 +49,7 @@ class Pointer:
     def add_buffers(self, model: nn.Module, changing: Sequence[str]) -> None:
         """Give each row its own values of the buffers `changing`, which begin as the module's.
 
-        Raise ModelError if a module's `own_buffers` names no buffer, or the node's processes would have to share such a
-        buffer.
+        Raise ModelError if `own_buffers` names no buffer, or the node's processes would have to share such a buffer.
         """
         kept = kept_by_nodes(model)
         if kept and self.fleet.comm.wire.columns.parts > 1:
@@ -86,10 +85,7 @@ class Pointer:
         self._set(views, buffers)
 
     def check(self, row: int) -> None:
-        """Check that the module's parameters still point at `row`, and save re-assigned buffers into this row.
-
-        Raise ModelError if training replaced a parameter, or moved it to other memory.
-        """
+        """Raise ModelError if training moved or replaced a parameter; save re-assigned buffers into `row`."""
         for p, owner, attribute in self.owners:
             if own_parameters(owner).get(attribute) is not p:
                 raise ModelError(
@@ -104,10 +100,7 @@ class Pointer:
         self.keep_buffers(row)
 
     def keep_buffers(self, row: int) -> None:
-        """Copy the buffers that the module has re-assigned into `row`.
-
-        Raise ModelError if a buffer has another shape than before.
-        """
+        """Copy the buffers that the module re-assigned into `row`. Raise ModelError if a shape has changed."""
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.shape != home.shape:
@@ -120,11 +113,9 @@ class Pointer:
                 home.copy_(current.detach())
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
-        """Point the module at its original memory, and copy `vectors` and `buffers` into that memory.
+        """Point the module at its original memory, with the values `vectors`, (P,) per block, and `buffers`.
 
-        Args:
-            vectors: the parameters, one vector (P,) per block.
-            together: whether all processes make this call together.
+        `together` says whether all processes make this call together.
         """
         self.point_at(vectors, buffers)
         with torch.no_grad():
@@ -161,10 +152,7 @@ class Pointer:
 
 
 def kept_by_nodes(model: nn.Module) -> set[str]:
-    """Return the names of the buffers that modules list in `own_buffers`, which nodes neither average nor send.
-
-    Raise ModelError if a module's `own_buffers` is not a list of names of its buffers.
-    """
+    """Return the buffers in modules' `own_buffers`, which nodes neither average nor send; ModelError if not buffers."""
     named, there = set(), dict(model.named_buffers())
     for path, module in model.named_modules():
         keys = getattr(module, OWN, ())

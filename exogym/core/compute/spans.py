@@ -21,12 +21,11 @@ WAYS = {"loop": "Loop", "vmap": "Vmap"}
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Consecutive local steps of one row.
+    """Consecutive local steps of one row (its number in this process).
 
     Attributes:
-        row: the row's number in this process.
         columns: (K,) the columns of `Losses` that get the losses of the K steps.
-        at: (K,) step numbers for the learning rate's schedule. Without `at`, the row's own step numbers are used.
+        at: (K,) step numbers for the learning rate's schedule, by default the row's own.
     """
 
     row: int
@@ -96,10 +95,7 @@ class Losses(Stateful):
         return self.means()
 
     def means(self) -> Tensor:
-        """Return each row's mean loss in each step, (rows, last - first).
-
-        The mean is NaN if the row took no local step in that step of the run.
-        """
+        """Return each row's mean loss in each step, (rows, last - first); NaN if it took no local step."""
         if (self.counts == 1).all():
             return self.sums
         sums = self.sums
@@ -139,10 +135,7 @@ class Compute(Protocol):
     spoilt: list[int]
 
     def steps(self, spans: Sequence[RowSpan], losses: Losses, may_stop: bool = True) -> None:
-        """Take the local steps of `spans`. If `may_stop` is true, a stop request ends the call between two steps.
-
-        Raise TrainingError if a loss or an update is not finite; the message names node, step and tensor.
-        """
+        """Take the local steps of `spans`. If `may_stop`, a stop request ends the call between two steps."""
         ...
 
     def gradients(self, rows: Sequence[int]) -> Tensor:

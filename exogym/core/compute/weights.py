@@ -53,16 +53,10 @@ class Weights:
         return self._left[0]
 
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
-        """Return each part of a batch with its weight; the weights add up to 1.
+        """Return each part of a batch with its weight, together 1, or raise ModelError if the loss is no such mean.
 
         A part of weight 0 is replaced by one example of another part, so that each process of a node has work and no
-        part's loss is NaN.
-
-        Args:
-            bounds: the range (start, stop) of each part's examples.
-
-        Raises:
-            ModelError: the batch's loss is not a weighted mean of its parts' losses.
+        part's loss is NaN. `bounds` has the range (start, stop) of each part's examples.
         """
         counts = self._counts(ask, batch)
         if counts is None:

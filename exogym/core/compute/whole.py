@@ -22,11 +22,7 @@ from exogym.strategy.optim import OptimSpec, remember_as_built
 
 
 class WholeTensors:
-    """Move whole parameters to the processes whose optimizers step them, and the results back.
-
-    Attributes:
-        named: this process's whole parameters, by name.
-    """
+    """Move whole parameters to the processes whose optimizers step them, and the results back (`named`: those here)."""
 
     def __init__(self, fleet: Fleet, spec: OptimSpec):
         self.fleet, self.dealing = fleet, Dealing(fleet, "tensors")
@@ -57,12 +53,9 @@ class WholeTensors:
             return remember_as_built(type(dense)(groups, **self.spec.kwargs))
 
     def step(self, row: int, parameters: Sequence[nn.Parameter], take: Callable[[], object] | None) -> None:
-        """Receive whole parameters and gradients, call `take` to step them, and send the results back.
+        """Receive whole parameters and gradients of `row`, step them with `take`, and send the results back.
 
-        Args:
-            row: the row that steps.
-            parameters: this process's parts of all parameters, with their gradients.
-            take: a function that steps the whole parameters, or None if this process steps no parameter.
+        `parameters` are this process's parts, with gradients. `take` is None if this process steps no parameter.
         """
         (block,) = self.fleet.blocks
         rows = block.params[row : row + 1]
@@ -82,11 +75,7 @@ class WholeTensors:
     # Checkpoints number parameters as in a dense run
 
     def renamed(self, tensors: Tensors, given: Sequence[str], wanted: Sequence[str]) -> Tensors:
-        """Renumber an optimizer's `tensors`.
-
-        Args:
-            given, wanted: the parameters' names in the order of the old and the new numbers.
-        """
+        """Renumber an optimizer's `tensors`, from the order of names in `given` to the order in `wanted`."""
         found = {}
         for name, x in tensors.items():
             number, _, rest = name.partition(".")

@@ -95,10 +95,7 @@ class Worker:
         fleet.state.register("scale", self.scaling)
 
     def begin(self, batch: Any) -> None:
-        """Prepare the model for training on batches like `batch`. Call this method last, after all other checks.
-
-        Raise ModelError if the model is split over processes, and the split model has wrong gradients.
-        """
+        """Prepare the model, after all other checks, for batches like `batch`; ModelError if its split is wrong."""
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
 
@@ -230,24 +227,14 @@ class Worker:
 
     @contextlib.contextmanager
     def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-        """Return a context for evaluation: the module has the given parameters, and computes no gradients.
-
-        Args:
-            vectors: the parameters, one vector (P,) per block.
-            buffers: the buffers that training changes, by name.
-        """
+        """A context for evaluation without gradients, with the parameters `vectors`, (P,) per block, and `buffers`."""
         self.pointer.point_at(vectors, buffers)
         with evaluation_mode(self.model), torch.no_grad(), self.autocast(), self._gathered():
             yield
 
 
 class Scaling(Stateful):
-    """Keep each row's fp16 loss scale, as in torch's GradScaler, and the number of steps since the scale last changed.
-
-    Attributes:
-        scales: (rows,) loss scales.
-        overflowed: whether the last unscaled gradients were not finite.
-    """
+    """Keep each row's fp16 loss scale (`scales`), as in torch's GradScaler, and the steps since it changed."""
 
     def __init__(self, rows: int, scaled: bool):
         self.scaled, self.overflowed = scaled, False

@@ -47,10 +47,8 @@ class Carried:
 class Behind:
     """The thread and the process group that carry rows while the processes of a run compute.
 
-    All processes make their `Behind` at the same time. After an error, each later transfer raises the same error.
-
-    Args:
-        line: function that returns a wire between the run's processes over a given process group.
+    All processes make their `Behind` at the same time; `line` returns a wire between them over a given process group.
+    After an error, each later transfer raises the same error.
     """
 
     def __init__(self, line: Callable[[dist.ProcessGroup], Wire]):
@@ -97,8 +95,8 @@ class Behind:
 def _end_all() -> None:
     """End all threads, at the end of a process that has failed.
 
-    Python ends a daemon thread as soon as the thread needs Python again. In the middle of a transfer that would abort
-    the process. If another process has ended, a transfer with it ends, too, with an error.
+    Python would end a daemon thread inside a transfer, which aborts the process. Transfers with ended processes fail,
+    too.
     """
     for thread, transfers in list(_RUNNING.items()):
         transfers.put(None)

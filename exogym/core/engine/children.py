@@ -27,8 +27,8 @@ KIB = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
 def fork() -> int:
     """Fork this process. Return the child's process id, or 0 in the child.
 
-    Python's garbage collector in the child ignores the caller's objects. Otherwise the destructor of a process group
-    would wait for threads that a fork does not copy.
+    The child's garbage collector ignores the caller's objects, because the destructor of a process group would wait for
+    threads that a fork does not copy.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -74,11 +74,9 @@ class EngineOptions:
 
 
 class Moved(Exception):
-    """Raised to continue the run in other processes, with the rows divided anew. This is not a failure.
+    """Raised (not as a failure) to continue the run in other processes, with the rows divided anew.
 
-    Args:
-        why: the reason, as text.
-        begun: whether the run has begun. If so, the run has written a checkpoint and continues from this checkpoint.
+    `why` is the reason. A run that has `begun` continues from the checkpoint that it has written.
     """
 
     def __init__(self, why: str, begun: bool):
@@ -153,10 +151,7 @@ def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None)
 
 
 def world_size() -> int:
-    """Return how many processes run this script together.
-
-    The number is the process group's size, otherwise torchrun's variable WORLD_SIZE, otherwise 1.
-    """
+    """Return how many processes run this script: the group's size, torchrun's WORLD_SIZE without a group, or 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1

@@ -89,10 +89,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def stacks_of(pid: int, file: int, start: int = 0) -> str:
-    """Let the process `pid` write its threads' stacks to `file`, from byte `start`. Return these stacks.
-
-    Return "" if the process cannot write its stacks.
-    """
+    """Let the process `pid` write its threads' stacks to `file`, from byte `start`; return them, or "" if it can't."""
     if is_stopped(pid):
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -108,10 +105,7 @@ def stacks_of(pid: int, file: int, start: int = 0) -> str:
 
 @contextlib.contextmanager
 def shows_stacks(file: int) -> Iterator[None]:
-    """A context in which `SIGNAL` makes this process write its stacks into `file`.
-
-    This also works if the process hangs in C code, because the signal's handler runs no Python code.
-    """
+    """A context in which `SIGNAL` makes this process write its stacks into `file`, even if it hangs in C code."""
     faulthandler.register(SIGNAL, file=file, all_threads=True)
     try:
         yield

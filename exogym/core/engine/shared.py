@@ -93,10 +93,7 @@ class SharedWire(Wire):
         return self._meet("agree", flag=flag)
 
     def _meet(self, *call: Any, flag: bool = False) -> bool:
-        """Wait until all processes make the same `call`. Return whether any process set `flag`.
-
-        Raise TrainingError if the processes make different calls.
-        """
+        """Wait until all processes make the same `call` (or raise TrainingError). Return whether any set `flag`."""
         mark = hash(call) % (1 << 8 * TOKEN_BYTES) & ~1  # forks of one process hash alike
         if not self.is_main:
             self._write(self.lines[0], mark | flag, 0)
@@ -133,10 +130,9 @@ class SharedWire(Wire):
         return int.from_bytes(got, "little")
 
     def wait_for(self, process: int, happened: Callable[[float], bool]) -> None:
-        """Wait for an event of `process`: call `happened(seconds)` until it returns True.
+        """Call `happened(seconds)`, which waits at most `seconds`, until an event of `process` makes it return True.
 
-        Each call of `happened` waits for the event, but at most `seconds` seconds. Raise Hung if the process's pulse
-        stands still.
+        Raise Hung if the process's pulse stands still.
         """
         patience = self._patience.get(process)
         while not happened(pulse.LOOK_S):

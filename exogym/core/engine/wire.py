@@ -210,10 +210,7 @@ class ProcessWire(Wire):
         return result
 
     def _carried(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Carry all moves at the same time. Only its two processes take part in a move.
-
-        Each process begins to receive before it begins to send, as in `swap`.
-        """
+        """Carry all moves at once, each between its two processes, which begin to receive before they begin to send."""
         got, calls, sends = {}, [], []
         for tag, (giver, taker, parcel) in enumerate(moves):
             if not math.prod(parcel.shape):

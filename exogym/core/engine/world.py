@@ -17,10 +17,9 @@ from exogym.errors import ArgumentError
 
 
 def join_group(backend: str, **where: Any) -> None:
-    """Make the default process group with torch's `init_process_group`, then close gloo's port.
+    """Make torch's default process group, close gloo's port, and leave the group before the process ends.
 
-    The process leaves the group before it ends, because torch aborts a process that ends while a thread of its group
-    runs.
+    Torch aborts a process that ends while a thread of its group runs.
     """
     with ports_closed_afterwards(backend):
         dist.init_process_group(backend, **where)
@@ -29,10 +28,7 @@ def join_group(backend: str, **where: Any) -> None:
 
 
 def new_group(ranks: Sequence[int] | None = None) -> Any:
-    """Make a process group with torch's `new_group`, of all processes or of `ranks`, then close gloo's port.
-
-    All processes make this call together, and wait for each other in it.
-    """
+    """Make torch's `new_group` of all processes or of `ranks`, in all processes together, then close gloo's port."""
     with pulse.at(pulse.WAITING), ports_closed_afterwards(dist.get_backend()):
         return dist.new_group(None if ranks is None else list(ranks))
 
@@ -44,17 +40,11 @@ def leave_group() -> None:
 
 
 def join_world(device: torch.device, gpus: int | None = None) -> None:
-    """Join the process group: with gloo, unless every process of every host has its own accelerator of one kind.
+    """Join the process group, or use an existing one. A group made here ends with the process.
 
-    Then the backend is the accelerators' own, if this build of torch has it: NCCL for CUDA.
-
-    An existing group is used unchanged. A group made here ends with the process.
-
-    Args:
-        gpus: how many accelerators this host's processes share. Without `gpus`, as many as this process sees.
-
-    Raises:
-        ArgumentError: some of torchrun's environment variables are missing.
+    The backend is gloo, unless every process of every host has its own accelerator of one kind whose backend this build
+    of torch has (NCCL for CUDA). `gpus` is the number of accelerators that this host's processes share, by default as
+    many as this process sees. Raise ArgumentError if some of torchrun's environment variables are missing.
     """
     if dist.is_initialized():
         return

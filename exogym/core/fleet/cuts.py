@@ -13,12 +13,9 @@ from exogym.core.fleet.layout import Layout, Slot
 
 @dataclass(frozen=True)
 class Cut:
-    """This process's part of a tensor whose last axes are cut.
+    """This process's part of a tensor whose last axes are cut from lengths `shape` to lengths `here`.
 
-    Attributes:
-        shape: lengths of the whole tensor's last axes.
-        here: lengths of the part's last axes.
-        columns: (n,) positions of the part's elements in the flattened last axes, ascending.
+    `columns` (n,) are the positions of the part's elements in the flattened last axes, ascending.
     """
 
     shape: tuple[int, ...]
@@ -49,10 +46,7 @@ class Cut:
 
 
 def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
-    """Return the `Cut` of a vector with one entry per column of `layout`.
-
-    With `slots`, the vector has only these parameters' columns, side by side.
-    """
+    """Return the `Cut` of a vector with one entry per column of `layout`, or only of the parameters in `slots`."""
     if slots is None or layout.whole is None:
         n = sum(slot.numel for slot in (layout if slots is None else slots))
         return Cut((layout.total if slots is None else n,), (n,), layout.columns if slots is None else torch.arange(n))

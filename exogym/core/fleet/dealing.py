@@ -33,12 +33,7 @@ Ranges = list[tuple[int, int]]
 class Dealing:
     """Redistribute the columns of `fleet` for a module that needs whole "tensors" or the whole "row" (`kind`).
 
-    Attributes:
-        view: the fleet that the module sees.
-        is_here: whether this process has columns for the module.
-
-    Raises:
-        ModelError: the model's parameters have several dtypes.
+    The module sees `view`, and `is_here` says whether this process has columns for it. All parameters need one dtype.
     """
 
     def __init__(self, fleet: Fleet, kind: str):
@@ -66,13 +61,9 @@ class Dealing:
     def acting(self, gradients: bool) -> Iterator[Fleet | None]:
         """Return a context in which the module changes the yielded fleet. At the exit, the columns move back.
 
-        All processes of the node must enter the context. Each process records the traffic of its columns.
-
-        Args:
-            gradients: whether the module changes gradients. Otherwise it changes parameters.
-
-        Yields:
-            fleet: the fleet with whole tensors, or None if this process has no columns for the module.
+        All processes of the node must enter the context; each records its columns' traffic. With `gradients`, the
+        module changes gradients, otherwise parameters. Yield the fleet with whole tensors, or None without columns
+        here.
         """
         (block,), (dealt,) = self.fleet.blocks, self.view.blocks
         dealt.params = self.deal(block.params)
@@ -91,12 +82,9 @@ class Dealing:
             self.fleet.buffers[name].copy_(self.columns.sum(mine))
 
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Move a module's result vectors back: return this process's own columns of the vectors.
+        """Move a module's result `vectors`, (P,) per block, back: return this process's own columns.
 
         Return None if no process has a result.
-
-        Args:
-            vectors: the result for the columns that the module saw in this process, one vector (P,) per block.
         """
         if not self.columns.any(vectors is not None):
             return None
@@ -165,11 +153,7 @@ def _common(layout: Layout, other: Layout) -> Ranges:
 
 @contextlib.contextmanager
 def _apart(comm: Communicator) -> Iterator[None]:
-    """A context in which each process of a node sends some whole tensors for the node.
-
-    At the end, the events of all these processes become the node's events. Every process of the node must enter the
-    context, even if it sends no tensor.
-    """
+    """A context, for all processes of a node, in which each sends some whole tensors as part of the node's events."""
     comm.held = held = list[Event]()
     try:
         yield

@@ -12,12 +12,9 @@ from exogym.core.fleet.fleet import Fleet, rows_of
 
 
 def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
-    """Send node `source`'s row of `x` (rows, ...) to `nodes`, whose rows of `x` it overwrites.
+    """Send node `source`'s row of `x` (rows, ...), or the row `given` (1, ...), to `nodes`, which overwrite their rows.
 
     The transfer is recorded as a broadcast among these nodes, with the row's bytes as payload.
-
-    Args:
-        given: the row (1, ...) to send. Default: the row of `source` in `x`.
     """
     sent = x if given is None else given.expand_as(x)
     taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
@@ -26,10 +23,7 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
 
 
 def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
-    """Record the traffic of `tensors` that all nodes share and returning `nodes` receive.
-
-    The traffic is recorded as broadcasts from a node that was present all the time.
-    """
+    """Record the broadcasts, from a node that was always present, of shared `tensors` to returning `nodes`."""
     stayed = [rank for rank in fleet.comm.present if rank not in nodes]
     for x in tensors if stayed else ():
         fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
@@ -38,14 +32,10 @@ def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -
 def take_state(
     fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Send node `source`'s named tensors to `nodes`.
+    """Send node `source`'s named tensors to `nodes`, and return them (on `device`) in their processes.
 
-    Return the tensors in each process with one of `nodes`, and {} in other processes. The traffic is recorded as
-    broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
-
-    Args:
-        state: the tensors of `source`. Only the process with the row of `source` needs to pass these tensors.
-        device: the device of the returned tensors.
+    Return {} in other processes. Only the process with the row of `source` needs to pass `state`. The traffic is
+    recorded as broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
     """
     wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}

@@ -164,12 +164,7 @@ class Seats:
         self.working: list[int] = []
 
     def take(self, working: Sequence[int], also: Sequence[int] = ()) -> None:
-        """Give each node in `working` and `also` a row. The working nodes are divided evenly over the processes.
-
-        Args:
-            working: the nodes that act next.
-            also: nodes that do not act, but whose rows are needed.
-        """
+        """Give each node in `working` (which act next) and `also` a row. The working nodes are divided evenly."""
         wire, needed = self.fleet.comm.wire, {*working, *also}
         self._turn += 1
         self._last = {i: self._last.get(i, 0) for i in wire.owner} | dict.fromkeys(needed, self._turn)
@@ -267,10 +262,7 @@ class Seats:
         return found
 
     def load(self, rows: Mapping[int, Tensors]) -> None:
-        """Restore the state that `rows` returned. Each process passes some rows; all processes together pass all rows.
-
-        Raise CheckpointError if the rows of a process are not from `rows`. All processes raise the error.
-        """
+        """Restore, from all processes together, the state that `rows` returned; other rows raise CheckpointError."""
         fleet, wire = self.fleet, self.fleet.comm.wire
         working: dict[int, Tensors] = {}
         kept: dict[int, Tensors] = {}

@@ -157,10 +157,7 @@ def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak resident memory in bytes.
-
-    On Linux this number is VmHWM, because `ru_maxrss` keeps a larger value from before an exec.
-    """
+    """Return this process's peak resident memory: on Linux VmHWM, as `ru_maxrss` survives an exec."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))

@@ -21,20 +21,15 @@ STEP_S = 1.0  # between two writes of a step
 class Observer:
     """Base class of observers. Override the methods that you need. They are called only in the main process.
 
-    Attributes:
-        reads_records: whether the observer needs records. If False, `log` is not called.
+    If `reads_records` is False, `log` is not called.
     """
 
     reads_records = False
 
     def start(self, run: Fields) -> None:
-        """Prepare before training.
+        """Prepare before training. Raise ArgumentError if the observer cannot write its file or folder.
 
-        Args:
-            run: a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
-
-        Raises:
-            ArgumentError: the observer cannot write its file or folder.
+        `run` is a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
         """
 
     def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
@@ -51,19 +46,15 @@ class Observer:
         """Receive an event. The event's kind is in `event["kind"]`, and its step in `event["step"]`."""
 
     def beat(self, step: int, figures: Fields) -> None:
-        """Called regularly while the run makes progress. `step` steps are completed.
+        """Called regularly while the run makes progress, after `step` steps.
 
-        Args:
-            figures: the latest loss, val_loss and tx_bytes; often empty.
+        `figures` has the latest loss, val_loss and tx_bytes, and is often empty.
         """
 
     def finish(self, summary: Fields) -> None:
-        """Finish after training, even if it failed or was interrupted.
+        """Finish after training, even if it failed or was interrupted, and after the event that says how it ended.
 
-        The event that reports how the run ended comes first.
-
-        Args:
-            summary: the averaged model's last record.
+        `summary` is the averaged model's last record.
         """
 
 
@@ -107,10 +98,7 @@ class Observers(Observer):
 
 
 class StepFile(Observer):
-    """An observer that writes its process's last step and number of restarts into a file in `folder`.
-
-    `exogym.machines.remote.onhost.health` watches the host by this file.
-    """
+    """Writes its process's last step and number of restarts into `folder`, for the host's watcher (`health`)."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder) / os.environ.get(LOCAL_RANK, "0")

@@ -54,17 +54,13 @@ FREE = ("limits", "placement", "chosen", "rounds", "shared", "device")
 
 
 class RunFolder(OnDisk):
-    """An observer that writes a run's folder.
+    """An observer that writes a run's folder, or raises ArgumentError if it is in use, of another run, or not writable.
 
     Args:
         folder: the run folder, created if missing. The folder must hold no run, or the run to resume.
         total_steps: the run's last step.
         resume: whether a new run may resume the run in the folder.
         more: further fields for run.json.
-
-    Raises:
-        ArgumentError: the folder holds a run and `resume` is False; the folder holds another run; a live process writes
-            to the folder; one of its files is not a plain file; or the folder cannot be written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], total_steps: int, resume: bool, more: Fields | None = None):

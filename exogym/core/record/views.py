@@ -21,10 +21,7 @@ WIDTH_INCHES, PANEL_INCHES = 6.4, 2.6
 
 
 def picture(**options: Any) -> Figure:
-    """Return a new matplotlib figure. A notebook shows the figure even if nobody has imported pyplot.
-
-    Raise ExoGymError if matplotlib is not installed.
-    """
+    """Return a new matplotlib figure, which a notebook shows even without pyplot; ExoGymError without matplotlib."""
     needs("matplotlib", "demo")
     from matplotlib.figure import Figure
 

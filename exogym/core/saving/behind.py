@@ -35,8 +35,8 @@ GIVE_UP_S = 30.0  # for a checkpoint under way in a run that has failed, if it n
 class Writer:
     """Writes checkpoints in a thread, one after the other.
 
-    Use it as a context: at the end, it waits for the checkpoint under way. After a KeyboardInterrupt it does not wait.
-    The next run with the folder removes the files of such a checkpoint.
+    Use it as a context: at the end, it waits for the checkpoint under way, except after a KeyboardInterrupt. The next
+    run with the folder removes the files of such a checkpoint.
 
     Args:
         save: function that writes a snapshot over the given wire, and returns the checkpoint's folder.

@@ -61,16 +61,11 @@ _writings = itertools.count()
 def save(
     folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
 ) -> Path:
-    """Write `snapshot` as a checkpoint, and return the checkpoint's folder. Remove all but the newest `keep`
-    checkpoints.
-
-    The checkpoint is written atomically.
+    """Write `snapshot` atomically as a checkpoint, return its folder, and keep only the newest `keep` checkpoints.
 
     Checkpoints of later steps are not counted, because the run could not resume from them. Each process calls this
-    function with its own rows, and each folder's keeper writes the main process's shared state there.
-
-    Raises:
-        CheckpointError: a disk is full, or the folder cannot be written. Earlier checkpoints remain.
+    function with its own rows, and each folder's keeper writes the main process's shared state there. Raise
+    CheckpointError if a disk is full, or the folder cannot be written; earlier checkpoints remain.
     """
     folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
     keepers = keepers or one_keeper(folder, wire)
@@ -269,10 +264,7 @@ def _others(wire: Wire) -> range:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
-    """Return one line of text for each value that differs between two run descriptions.
-
-    A retired option that a run left at its default does not count, nor a step time that had no unit yet.
-    """
+    """Return a line for each value that differs between two run descriptions, without equal defaults and units."""
     lines = []
     for key in sorted(saved.keys() | current.keys()):
         a, b = saved.get(key), current.get(key)

@@ -114,9 +114,7 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
 
 
 def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a history's state, as tensors and JSON values. The tensors and the values are enough to make the history
-    again.
-    """
+    """Return a history's state, as tensors and JSON values from which it can be made again."""
     state = history.state()
     arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
     return arrays, {name: x for name, x in state.items() if name not in arrays}

@@ -100,10 +100,7 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
 
 
 def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
-    """Return `keepers` with locks on their folders. `before` holds the keepers that this run had until now.
-
-    Raise ArgumentError if another run has locked one of the folders.
-    """
+    """Return `keepers` with locks on their folders, given those `before`. Raise ArgumentError if one is locked."""
     known = [run for run in gather(wire, "" if before is None else before.run) if run]
     run = known[0] if known else tell(wire, secrets.token_hex(8))
     mine: list[Lock] = []
@@ -124,10 +121,7 @@ def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None =
 
 
 def everywhere(wire: Wire, do: Callable[[], T]) -> T:
-    """Run `do` in every process. Return this process's result when `do` has succeeded in all processes.
-
-    Raise ExoGymError if `do` failed in at least one process. Every process raises the error.
-    """
+    """Run `do` in every process and return this process's result. If one fails, raise ExoGymError in all."""
     cause, found = None, []
     try:
         found.append(do())
@@ -143,10 +137,7 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
 
 
 def on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
-    """Run `choose` in the main process. Return its result, a JSON value, in every process.
-
-    Raise ExoGymError if `choose` failed. Every process raises the error.
-    """
+    """Run `choose` in the main process, and return its JSON result, or raise ExoGymError, in every process."""
     return tell(wire, everywhere(wire, lambda: choose() if wire.is_main else None))
 
 

@@ -195,10 +195,7 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
 
 
 def restore(loop: Resumable, snapshot: Snapshot) -> None:
-    """Load a checkpoint from disk into `loop`, and check its contents.
-
-    Raise CheckpointError if this run would save other names, shapes or dtypes at this step. The message names the file.
-    """
+    """Load a checkpoint into `loop`. Raise CheckpointError if this run would save other names, shapes or dtypes."""
     path, meta = snapshot.path, snapshot.meta
     seats, comes_and_goes = loop.seats, loop.outages is not None
     wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)

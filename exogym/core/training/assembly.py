@@ -48,14 +48,10 @@ EVALUATION_BYTES = 2**26  # of activations; more only for as many examples as tr
 def assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
 ) -> TrainingLoop:
-    """Return the training loop of a run. The loop stands at the run's start, or at its newest good checkpoint.
+    """Return a run's training loop, at the run's start or its newest good checkpoint; `wire` has this process's rows.
 
-    `wire` says which rows this process holds. From this call on, the model's parameters share the fleet's memory. The
-    loop's `end` gives the model its own memory back.
-
-    Raises:
-        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: the run is impossible with this argument,
-            data set, model, strategy or checkpoint.
+    From this call on, the model's parameters share the fleet's memory; the loop's `end` undoes that. An impossible
+    argument, data set, model, strategy or checkpoint raises the error of its kind.
     """
     if options.save_dir is None:
         return _assemble(subject, options, device, max_stretch, wire, {})
@@ -75,9 +71,8 @@ def _assemble(
 ) -> TrainingLoop:  # fmt: skip
     """Assemble as `assemble` does. If the checkpoint does not fit the run, undo everything and raise Unfit.
 
-    The order matters: the data give the run's length, and with it the description that a checkpoint must match. The
-    checkpoint holds the run's own choices. The choices decide a step's size, which the clock needs; the strategy needs
-    the clock.
+    The order matters: the data determine the run's length, and so the description that a checkpoint must match. The
+    checkpoint has the run's own choices, which decide a step's size for the clock, which the strategy needs.
     """
     _check(subject, options)
     with contextlib.ExitStack() as undo:
@@ -231,13 +226,9 @@ def make_driver(
 ) -> Driver:  # fmt: skip
     """Return the driver for a copy of the strategy, so that the run starts with the strategy's initial state.
 
-    The driver runs the strategy's adapter. Around the adapter is a wrapper for each feature that the options need. A
-    run without such features gets no wrapper, and Python does not import the features' modules.
-
-    Args:
-        compute: the chosen way of computing.
-        step_shares: the share of the local steps that each node takes. If `step_shares` is empty, each node takes all
-            local steps.
+    The driver runs the strategy's adapter inside one wrapper per feature that the options need; modules of other
+    features are not imported. `compute` is the chosen way of computing, and `step_shares` each node's share of the
+    local steps, or empty if each node takes all.
     """
     strategy = copy.deepcopy(options.strategy)
     watch = Watch(options.on_nonfinite, worker)

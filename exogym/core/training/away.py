@@ -25,12 +25,7 @@ from exogym.errors import Stopped
 
 @dataclass
 class Left:
-    """The results that a run in an engine's own processes (such as Ray's) sends back to the trainer.
-
-    Attributes:
-        state: the model's parameters and buffers, by name.
-        callbacks: each callback's state.
-    """
+    """What a run in an engine's own processes returns: the model's tensors by name, and each callback's state."""
 
     state: dict[str, Any]
     history: History

@@ -33,8 +33,7 @@ TRIAL_S, LEAST, MOST = 0.3, 4, 64  # steps are timed for so long, so many at lea
 def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
     """Return the median seconds of a step of `node`: loading a batch, the forward pass and the backward pass.
 
-    The function computes in this process's first row. `worker` must be bound to a fleet. The first step's time is left
-    out. Parameters and buffers stay as they are, because the inner optimizer takes no step.
+    The steps run in this process's first row and change no parameters or buffers. `worker` must be bound to a fleet.
     """
     fleet = worker.fleet
     taken: list[float] = []
@@ -58,10 +57,9 @@ def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
 
 
 def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) -> list[float]:
-    """Return the N nodes' given or measured speeds. All processes get the same speeds.
+    """Return the N nodes' given or measured speeds, equal in all processes.
 
-    A process takes its nodes' steps one after the other. So if a process holds k nodes, each node has 1/k of the
-    process's speed.
+    Because a process takes its nodes' steps one after the other, each of its k nodes has 1/k of the process's speed.
     """
     if balance.speeds is not None:
         return balance.speeds

@@ -88,9 +88,7 @@ class ByClock(Algorithm):
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[RowSpan]:
-        """Return the nodes' local steps before the next message, without steps that are computed already.
-
-        The run may stop between these steps."""
+        """Return the nodes' uncomputed local steps before the next message. The run may stop between them."""
         order, nodes = self.order, self.fleet.num_nodes
         if self.columns.shape[1] != losses.last - losses.first:
             self.columns = np.zeros((nodes, losses.last - losses.first), dtype=np.int64)

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 class Calling:
     """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls callbacks.
 
-    Callbacks run in the main process. A callback's request may need rows from all processes. So the worker processes
-    wait in `_serve`, and repeat each call that the main process makes.
-
-    Attributes:
-        driver, worker, timing: internal objects, which are no part of the interface `Running`.
+    Callbacks run in the main process. Because their requests may need rows from all processes, the worker processes
+    wait in `_serve` and repeat each call of the main process. `driver`, `worker` and `timing` are internal.
     """
 
     def __init__(self, agenda: Agenda, standing: RunStanding, timing: Timing | None = None):

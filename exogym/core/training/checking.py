@@ -24,13 +24,10 @@ CHOICES = {"compute": WAYS, "on_nonfinite": POLICIES, "precision": AUTOCAST}
 
 
 def checked_options(asked: FitOptions, of_data: Mapping[str, str] | None = None) -> FitOptions:
-    """Check each option alone, then the options' combinations. Return the options, with texts turned into values.
+    """Check each option, then the options' combinations. Return the options, with texts turned into values.
 
-    Args:
-        of_data: features of the data, from `exogym.data.Stream.features`, to check together with the options.
-
-    Raises:
-        ArgumentError: a value has the wrong kind, is out of range, or contradicts another option.
+    `of_data` has features of the data (`exogym.data.Stream.features`) to check together with the options. Raise
+    ArgumentError if a value has the wrong type, is out of range, or contradicts another option.
     """
     _check_kinds(asked)
     _check_plain(asked)

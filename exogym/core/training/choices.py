@@ -35,10 +35,7 @@ def fitting_micro_batch(options: FitOptions, worker: Worker, batch: Any) -> int:
 
 
 def _largest_that_fits(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
-    """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
-
-    Raise ArgumentError if not even one example fits.
-    """
+    """Return the largest of n, n/2, ... examples that fit beside `resident_bytes`, or raise ArgumentError for none."""
     size = batch_examples(batch)
     while True:
         part, _ = next(iter(micro_batches(batch, size)))

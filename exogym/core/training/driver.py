@@ -1,9 +1,8 @@
 """The driver trains the fleet with any strategy, stretch by stretch. `Algorithm` is its interface to a strategy.
 
-Between two events the nodes are independent. So one node takes all local steps of a stretch, then the next node does.
-The driver has no code for absent nodes, seats and timing. A feature that changes which nodes act, or when, is a wrapper
-around an `Algorithm` (see the module `around`). The modules `absence`, `seating` and `clocking` define such wrappers. A
-run gets only the wrappers that its options need.
+Between two events the nodes are independent, so one node takes all local steps of a stretch, then the next node does.
+Features that change which nodes act, or when (absent nodes, seats and timing), are wrappers around an `Algorithm` (see
+the modules `around`, `absence`, `seating` and `clocking`). A run gets only the wrappers that its options need.
 """
 
 from __future__ import annotations
@@ -72,15 +71,12 @@ class Setting:
     def compute(
         self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Corrects] = ()
     ) -> Compute:
-        """Return the object that computes local steps, with `inner` as each row's optimizer.
+        """Return the object that computes local steps, or raise ModelError if the model does not work with it.
 
         Args:
-            inner: the inner optimizer, or None if the caller applies the gradients itself.
+            inner: each row's inner optimizer, or None if the caller applies the gradients itself.
             bucket_bytes: size of gradient buckets. A bucket is sent while the other gradients are computed.
             corrections: modules that rewrite a row's own gradients before each inner step.
-
-        Raises:
-            ModelError: the model does not work with the chosen way of computing.
         """
         optimizer = self.optimizer
         if optimizer is None and inner is not None:
@@ -143,8 +139,7 @@ class Algorithm:
     def server_round(self, step: int) -> tuple[list[int], float] | None:
         """Return the clients in the server's round that ends with `step`, and the seconds for which the server waits.
 
-        Return None if no round ends with `step`, or if the round left out no node. A round ends for all nodes at the
-        same time.
+        Return None if no round ends with `step`, or if the round left out no node. A round ends for all nodes together.
         """
         return None
 
@@ -153,20 +148,14 @@ class Algorithm:
         raise NotImplementedError
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[RowSpan]:
-        """Return the local steps of the current stretch that must be computed before `act` is called.
-
-        Args:
-            counts: number of local steps in the stretch for each of this process's rows.
-        """
+        """Return the local steps to compute before `act`, where row k has `counts[k]` local steps in the stretch."""
         left = ((row, losses.done(row), count) for row, count in enumerate(counts))
         return [RowSpan(row, range(done, count)) for row, done, count in left if done < count]
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
 
-        Args:
-            skip: whether to ignore the gradients. If True, a gradient overflowed in fp16, or is not finite and all
-                nodes skip the step.
+        With `skip`, ignore the gradients: one overflowed in fp16, or is not finite and all nodes skip the step.
         """
         raise NotImplementedError
 
@@ -176,20 +165,13 @@ class Algorithm:
         Args:
             losses: the losses of the stretch that ends with `step`. Local steps during `act` add their losses.
             before_mixing: a function that `act` calls once, before communication changes the nodes' parameters.
-
-        Raises:
-            TrainingError: the shared state has numbers that are not finite.
         """
         raise NotImplementedError
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        """Let `nodes`, which were absent at `step`, copy state from node `source`.
+        """Let `nodes`, which were absent until `step` and are present again, copy state from node `source`.
 
-        `fleet.comm.present` already includes `nodes`.
-
-        Args:
-            forget: the nodes copy the whole state, and keep nothing.
-            as_fleet: the copied step counts become the fleet's step count.
+        With `forget`, the nodes copy the whole state. With `as_fleet`, the copied step counts become the fleet's.
         """
         raise NotImplementedError
 
@@ -315,12 +297,9 @@ class Driver:
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Train from step `first` to `last`, and communicate if `last` is an event. No event may lie between them.
 
-        If a stretch was stopped in the middle, it continues after the last local step whose loss is in `losses`.
-
-        Returns:
-            The nodes' ids, and their losses (nodes, last - first). A loss is the mean over a node's local steps in one
-            step of the fleet, or NaN if the node took no local step. The result is None if the run must stop before the
-            stretch ends.
+        If a stretch was stopped in the middle, it continues after the last local step whose loss is in `losses`. Return
+        the nodes' ids and their losses (nodes, last - first): means over a node's local steps in one step of the fleet,
+        or NaN for no local step. Return None if the run must stop before the stretch ends.
         """
         algorithm, losses = self.algorithm, self.losses
         if not losses.under_way:
@@ -356,10 +335,7 @@ class Driver:
         compute.apply(stepping, overflowed)
 
     def finish(self, step: int) -> None:
-        """Do the final synchronization, at the end of training.
-
-        Raise TrainingError if the final model has numbers that are not finite.
-        """
+        """Do the final synchronization. Raise TrainingError if the final model has numbers that are not finite."""
         with torch.no_grad():
             self.algorithm.finish(step)
         here = rows_of(self.fleet, self.fleet.comm.present)[:1]
@@ -370,8 +346,7 @@ class Driver:
     def model(self, node: int | None = None) -> Model:
         """Return the averaged (or outer) model, or the model of `node`, in every process.
 
-        Each process holds some of the rows, so all processes must make the same calls in the same order. Bytes that
-        they send for this do not count as traffic.
+        All processes must make the same calls in the same order. The bytes that they send do not count as traffic.
         """
         if node is not None:
             rows = self.fleet.comm.wire.rows

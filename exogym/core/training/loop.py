@@ -43,13 +43,12 @@ TRACE_CHARACTERS = 4000
 class TrainingLoop:
     """Train a fleet to the last step of its schedule.
 
-    With several processes, each process runs this loop over its own rows. The main process evaluates, records, logs and
-    calls callbacks. Meanwhile the other processes send the main process the rows that it needs.
+    With several processes, each runs this loop over its own rows. The main process also evaluates, records, logs and
+    calls callbacks, while the other processes send it the rows that it needs.
 
     Attributes:
         standing: the run's progress, which checkpoints save and load.
-        call: a function that calls the due callbacks. `call(True)` calls all of them. `call(False)` calls only the
-            callbacks that follow an evaluation.
+        call: a function that calls the due callbacks; `call(False)` calls only those that follow an evaluation.
         figures: functions that return further values for an evaluation's record. Only the main process calls them.
         recovery: in a run whose hosts come and go, a function that runs the training and recovers lost hosts.
         at_rest: a function that is called before each stretch, while processes send no messages.
@@ -97,11 +96,9 @@ class TrainingLoop:
     # From the beginning to the end
 
     def run(self) -> None:
-        """Train to the end.
+        """Train to the end. SIGINT (Ctrl-C) raises KeyboardInterrupt and SIGTERM SystemExit.
 
-        Raises:
-            KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. With a `save_dir` the run
-                first wrote a checkpoint with each node's state.
+        With a `save_dir`, the run first writes a checkpoint with each node's state.
         """
         try:
             kept = self.standing.kept
@@ -328,11 +325,7 @@ class Interrupt:
 
 
 def waiting_signals(wire: Wire, saves: bool) -> list[signal.Signals]:
-    """Return the signals that take effect only between two steps.
-
-    SIGTERM is always one of these signals. SIGINT (Ctrl-C) is one of them only if the run saves checkpoints or has
-    several processes. Otherwise SIGINT raises KeyboardInterrupt at once.
-    """
+    """Return the signals that wait for the end of a step: SIGTERM, and SIGINT if the run `saves` or shares its rows."""
     return [signal.SIGTERM, *([signal.SIGINT] if saves or wire.is_shared else [])]
 
 

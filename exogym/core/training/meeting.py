@@ -43,13 +43,9 @@ class Meeting:
 
     Args:
         comm: the fleet's communicator.
-        enter, leave: functions of a block's index. They are called whenever the block's thread starts (`enter`) or
-            stops (`leave`).
-        rows: the rows of each block. If `rows` is None, each block has one row.
+        enter, leave: functions that are called with a block's index whenever the block's thread starts or stops.
+        rows: the rows of each block. By default, each block has one row.
         device: the device for tensors that come from another process's nodes.
-
-    Raises:
-        StrategyError: the nodes do not make the same calls.
     """
 
     def __init__(
@@ -67,9 +63,7 @@ class Meeting:
         self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
 
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
-        """Run `functions[k]` as block k's program, until all programs have ended.
-
-        If `functions[k]` is None, the nodes of block k are absent."""
+        """Run each `functions[k]` as block k's program until all have ended. None: the block's nodes are absent."""
         for place, function in zip(self.places, functions, strict=True):
             if function is not None:
                 place.begin(function)
@@ -307,13 +301,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class Stand:
-    """The pending call of a node's program.
+    """The pending call of a node's program, of a kind in `KINDS`.
 
     Attributes:
-        kind: one of `KINDS`.
-        mark: a number. Collective calls with the same kind, shape and options have equal marks.
+        mark: a number that is equal for collective calls with the same kind, shape and options.
         peer: the partner's id in a paired call.
-        shape, dtype, on_cpu: properties of the node's tensor, if the call gives a tensor.
+        shape, dtype, on_cpu: properties of the node's tensor, if the call has a tensor.
     """
 
     kind: str

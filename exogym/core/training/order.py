@@ -33,19 +33,18 @@ class Order:
     """Sort the events of all nodes' rounds by virtual time.
 
     Args:
-        clock: the virtual clock. `advance` moves this clock, and so does each push and pull that the communicator
-            records.
+        clock: the virtual clock, which `advance` and each recorded push and pull move.
         work: (N,) each node's local steps per round.
         grace_s: after the updates of `quorum` nodes have arrived, the server waits this many seconds for other nodes.
         islands: number of islands, if each has its own server below another server; otherwise 0.
 
     Attributes:
         taken: (N,) local steps of each node so far.
-        queue: a heap of events (tick, kind, node). It holds each node's next step or arrival, the end of the grace
-            period, and each island's relay (with the island as the node). A tick is a nanosecond of virtual time.
+        queue: a heap of events (tick, kind, node): each node's next step or arrival, the end of the grace period, and
+            each island's relay (with the island as the node). A tick is a nanosecond of virtual time.
         relays: (islands,) tick at which each island's relay ends, or `NOBODY`.
         now: the tick of the last event.
-        waiting: nodes whose update has arrived at the server, and which wait for the server's parameters.
+        waiting: nodes whose update has arrived, and which wait for the server's parameters.
     """
 
     def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1, islands: int = 0):

@@ -28,10 +28,7 @@ def run_placed(
     subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result],
     engine: Engine | None = None,
 ) -> Result:  # fmt: skip
-    """Run `body` on `engine`, by default the first suitable engine in `exogym.engine.ENGINES`. Return the result.
-
-    Raise ArgumentError if the engine cannot place the run's nodes as the options say.
-    """
+    """Run `body` on `engine`, by default the first suitable one in `ENGINES`, and return the result."""
     asked = options.placement
     engine_options = EngineOptions(
         options.num_nodes, options.processes, device, asked.reduction == "native", asked.hang_s,
@@ -66,10 +63,7 @@ def run_placed(
 
 
 def _in_processes(options: FitOptions) -> Nodes | None:
-    """Return the nodes' devices if these are processes; otherwise None.
-
-    Raise ArgumentError if an option does not work with nodes of several processes.
-    """
+    """Return the nodes' devices if these are processes, otherwise None. Raise ArgumentError for unsupported options."""
     if options.nodes is None or world_size() == 1:
         return None
     in_parts = options.strategy.features_in_parts()
@@ -81,9 +75,8 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     """Return how many rows a run has: N, or fewer (seats) if only a few sampled clients train at a time.
 
     The run has N rows if nodes may be absent, if `on_nonfinite="skip"` may leave nodes out, if `balance` sets nodes'
-    weights, if the engine needs all rows, or if the seats of one process would need more than half of the N rows. This
-    choice is the same for all numbers of processes below N. So a checkpoint fits all these numbers of processes. Every
-    process has at least one row.
+    weights, if the engine needs all rows, or if the seats of one process would need more than half of the N rows. The
+    choice is the same for all numbers of processes below N, so a checkpoint fits all of them.
     """
     nodes = options.num_nodes
     split = options.nodes is not None and world_size() > 1  # its devices are processes

@@ -50,8 +50,7 @@ class RowModel(nn.Module):
 class Programs(Algorithm):
     """The adapter through which the driver trains with a user's `Strategy`, step by step.
 
-    Attributes:
-        strategies: one instance per node, or a single instance for all rows if `stacked`.
+    `strategies` has one instance per node, or a single instance for all rows if `stacked`.
     """
 
     needs_gradients = True
@@ -250,10 +249,7 @@ class Programs(Algorithm):
                     p.data = view
 
     def _compare_one_row_with_many(self, strategy: Strategy) -> None:
-        """Run a few steps on random gradients with one row per block and with all rows in one.
-
-        Raise StrategyError if the results differ.
-        """
+        """Raise StrategyError if steps on random gradients differ between one row per block and all rows in one."""
         start = [block.params.clone() for block in self.fleet.blocks]
         n = len(self.fleet)
         if self.fleet.num_nodes < 2:
@@ -294,10 +290,7 @@ class Programs(Algorithm):
 
 
 def _refuse_ignored(strategy: Strategy) -> None:
-    """Refuse attributes that describe an optimizer or a schedule, as in the first ExoGym, but have no effect.
-
-    Raise StrategyError if `__init__` sets the optimizer itself, or a schedule that is not the strategy's.
-    """
+    """Raise StrategyError if `__init__` sets the optimizer itself, or another schedule than the strategy's."""
     name, own = type(strategy).__name__, vars(strategy)
     if own.get("optim") is not None:
         raise StrategyError(
@@ -317,10 +310,7 @@ def _refuse_ignored(strategy: Strategy) -> None:
 
 
 def _refuse_another_optimizer(strategy: Strategy) -> None:
-    """Refuse an attribute `optim_spec`, as in the first ExoGym, that describes another optimizer than the node has.
-
-    Raise StrategyError if `self.optim` is another optimizer.
-    """
+    """Raise StrategyError if an attribute `optim_spec`, as in the first ExoGym, differs from the node's optimizer."""
     try:
         spec = OptimSpec.of(vars(strategy)["optim_spec"])
     except (KeyError, ArgumentError):  # none, or something else
@@ -378,9 +368,8 @@ class _ProgramState(Stateful):
 def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return the state of `strategy` as named tensors, without the model's tensors, which are saved as rows.
 
-    The state is all attributes that `exogym.strategy.packing` can pack, so the strategy needs no code for saving. For
-    other attributes it must define `state_dict()` and `load_state_dict(state)`. Raise StrategyError if ExoGym cannot
-    save an attribute.
+    The state is all attributes that `exogym.strategy.packing` can pack. For other attributes the strategy must define
+    `state_dict()` and `load_state_dict(state)`; otherwise raise StrategyError.
     """
     tensors: dict[str, Tensor] = {}
     own = {id(p): index for index, p in enumerate(model.parameters())}

@@ -46,10 +46,7 @@ def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Res
 
 
 def _attempts(model: nn.Module, options: FitOptions, most: int) -> Iterator[FitOptions]:
-    """Yield the options for the first try and for each restart. Before a restart, give the model its initial values.
-
-    Raise ArgumentError if `max_restarts` is used with a lazy model, which has no initial values yet.
-    """
+    """Yield the options for each try. Before a restart, reset the model, or raise ArgumentError if it is lazy."""
     if not most:
         yield options
         return

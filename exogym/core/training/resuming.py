@@ -47,7 +47,7 @@ class Kept:
 
     Args:
         most: how many checkpoints stay in the folder.
-        keepers: the processes that write into the folder. If `keepers` is None, the next checkpoint determines them.
+        keepers: the processes that write into the folder, or None until the next checkpoint determines them.
 
     Attributes:
         snapshot: the checkpoint from which the run resumes, or None if the run starts at step 0.
@@ -63,10 +63,7 @@ class Kept:
         self._complaints: list[str] = []
 
     def find(self, description: dict[str, Any], options: FitOptions, refused: Mapping[str, str]) -> None:
-        """If the run resumes, find its newest good checkpoint.
-
-        The choices that the checkpoint records (see the module `choices`) replace the choices in `description`.
-        """
+        """If the run resumes, find its newest good checkpoint, whose choices replace the choices in `description`."""
         if not options.resume:
             return
         folder = self.folder
@@ -95,10 +92,7 @@ class Kept:
         self._run, self._tell = run, tell
 
     def put_back(self, run: Resumable, strategy: Strategy) -> None:
-        """Load the checkpoint, if there is one, into the run. Check that the run's state can be saved.
-
-        Raise Unfit if the checkpoint's contents differ from the contents that this run would save.
-        """
+        """Load the checkpoint, if there is one, into the run. Raise Unfit if the run would save other contents."""
         snapshot = self.snapshot
         if snapshot is not None:
             agree(self.wire, snapshot, lambda: restore(run, snapshot))
@@ -284,10 +278,7 @@ def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
 
 
 def constants(model: nn.Module, changing: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors that all nodes share and no row holds, by name: frozen parameters and constant buffers.
-
-    Rows hold the buffers `changing`, which training changes.
-    """
+    """Return the frozen parameters and constant buffers, which all nodes share, by name. Rows have the others."""
     frozen = {name: in_this_process(p.detach()) for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | {name: x for name, x in model.named_buffers() if name not in changing}
 

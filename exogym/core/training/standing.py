@@ -292,8 +292,5 @@ class RunStanding:
         self.agenda.description = description
 
     def carry_on(self, wall_s: float) -> None:
-        """Set the run's wall time to `wall_s`.
-
-        So the wall time does not shrink when the run returns to an earlier checkpoint.
-        """
+        """Set the run's wall time, so that it does not shrink when the run returns to an earlier checkpoint."""
         self._wall_before_s = wall_s

@@ -73,10 +73,7 @@ class Timing:
             self.taken_s[row] += taken_s * count / total
 
     def computed(self, counts: np.ndarray | int, agreements: int = 0) -> None:
-        """Record that the nodes took `counts` steps, (N,) or one number.
-
-        `agreements` is the number of times that the nodes' processes agreed after these steps, which also takes
-        time."""
+        """Record that the nodes took `counts` steps, (N,) or one number, with `agreements` between their processes."""
         counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
         if not self.is_measured:
             self.clock.advance(counts)
@@ -109,10 +106,7 @@ class Timing:
         return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
-        """Return time_s, waiting_share and bandwidth_use of `node`.
-
-        If `node` is None, return the largest time_s of any node, and the means of the two shares over all nodes.
-        """
+        """Return time_s, waiting_share and bandwidth_use of `node`, or the largest time_s and the mean shares."""
         clock = self.clock
         if node is not None:
             return clock.figures(node)

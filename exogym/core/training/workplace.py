@@ -86,10 +86,9 @@ def check_memory(
     model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
     is_cut: bool = False, buffer_bytes: int = 0, together: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse a run that does not fit in memory, before any row is made.
+    """Raise ArgumentError before any row is made if the run needs more than the free memory (see `check_rows`).
 
-    If the run needs only a small part of the free memory, nothing is counted. `check_rows` describes the arguments.
-    Raise ArgumentError if the run needs more than the free memory. The message lists the bytes and how many nodes fit.
+    If the run needs only a small part of the free memory, nothing is counted.
     """
     free, sizes = Device(device).free_bytes(), [p.nbytes for p in model.parameters() if not nn.parameter.is_lazy(p)]
     row_bytes = PLENTY * (sum(sizes) + buffer_bytes) + PLENTY_OBJECTS * (1 + len(sizes))
@@ -109,10 +108,7 @@ def _computed_at_once(size: int | None, batch: Any) -> Any:
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
-    """Return whether the data set factory must make every node's data set, to know its length.
-
-    Raise ArgumentError if it must, but neither `num_epochs` nor `max_steps` is set.
-    """
+    """Return whether to make every node's data set, to know its length. A run without a set length is refused."""
     sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
     check(options.features() | {"factory of sampled clients": sampled})
     if options.num_epochs is not None:
@@ -140,10 +136,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
-    """Give lazy modules their shapes and their initial values, drawn from the seed. Statistics do not change.
-
-    The CPU draws them, so that they are the same on every device.
-    """
+    """Give lazy modules shapes and initial values, drawn from the seed on the CPU so that all devices get the same."""
     model, loss_fn = worker.model, worker.loss.loss_fn
     if any(map(nn.parameter.is_lazy, [*model.parameters(), *model.buffers()])):
         for module in (model, loss_fn):
