@@ -99,9 +99,9 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# You can also split a large model into *stages* of layers, one per GPU. At the start of a step the last GPU waits, and
-# at the end the first one does; this idle time is called the *bubble*. With S stages and M micro-batches, the bubble
-# takes (S - 1) / (M + S - 1) of the time.
+# You can also split a large model into *stages* of layers, one per GPU. The last GPU waits at the start and the end of
+# a step, and the first GPU waits in between for gradients; this idle time is called the *bubble*. With S stages and M
+# micro-batches, the bubble takes (S - 1) / (M + S - 1) of the time.
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]
