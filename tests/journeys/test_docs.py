@@ -1,5 +1,6 @@
 """Every snippet and every command of the documentation runs."""
 
+import ast
 import functools
 import json
 import pkgutil
@@ -268,3 +269,30 @@ def test_what_the_first_page_installs_is_enough_for_its_first_run(extras, tmp_pa
     done = subprocess.run(words, input=blocks(page, "python")[0], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode == 0) == (extras == "page"), done.stderr
     assert extras or "the data set digits was not found" in done.stderr  # the control
+
+
+def texts_of_the_package() -> list[str]:
+    """Return every text in the package's code, with a gap for each value of an f-string."""
+    found = (ROOT / "Makefile").read_text().splitlines()
+    for file in sorted((ROOT / "exogym").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(x.value) if isinstance(x, ast.Constant) else "\0" for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return [text for text in found if len(text) < 600]
+
+
+def lacks(message: str, texts: list[str]) -> bool:
+    """Return whether no text has the message's words, except numbers, quoted names and one word in five."""
+    words = [w for w in re.findall(r"[\w()]+", re.sub(r"'[^']*'|\b[NM]\b", "", message)) if not re.search(r"\d", w)]
+    return all(sum(word not in text for word in words) > len(words) // 5 for text in texts)
+
+
+def test_messages_to_look_up_are_those_that_are_raised():
+    texts, of_others = texts_of_the_package(), ("No matching distribution found for exogym", "ModuleNotFoundError")
+    for page in ("troubleshooting", "real_machines"):
+        table = (ROOT / "docs" / f"{page}.md").read_text().partition("\n| message |")[2].partition("\n\n")[0]
+        messages = [m for row in table.splitlines()[2:] for m in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+        assert messages and [m for m in messages if m not in of_others and lacks(m, texts)] == []
+    assert lacks("the loss of node 2 turned nan at its step 31", texts)
