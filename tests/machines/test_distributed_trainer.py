@@ -160,7 +160,7 @@ def stepped(model):
             ),
             r"2 parameter groups.* OptimSpec\(SGD, groups=",
         ),
-        (lambda m: DistributedTrainer(m, sgd(m), 2).train([1, 2]), "is a list, wanted"),
+        (lambda m: DistributedTrainer(m, sgd(m), 2).train([1, 2]), "must be a torch.utils.data.DataLoader, not list"),
         (lambda m: DistributedTrainer(m, sgd(m), 2).train(with_sampler()), "no batch_size"),
         (lambda m: DistributedTrainer(m, sgd(m), 2).train(with_replacement()), "its own RandomSampler"),
     ],
