@@ -167,7 +167,7 @@ def test_a_killed_run_of_sharded_nodes_goes_on_with_the_same_bits(tmp_path):
         seen = []
         if resumed:
             state = torch.load(file, weights_only=False)
-            with pytest.raises(CheckpointError, match=r"of node 0, process \d, but this process is node \d, process"):
+            with pytest.raises(CheckpointError, match=r"belongs to node 0, process \d, but this process is node \d, "):
                 nodes.load_state_dict(state["nodes"] | {"node": 0, "part": 7})
             nodes.load_state_dict(state["nodes"])
             optimizer.load_state_dict(state["optimizer"])
