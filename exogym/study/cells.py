@@ -300,14 +300,10 @@ def train(
 
 
 def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> int:
-    """Return how many cells to train at the same time.
+    """Return how many of `cells` to train at the same time.
 
-    Args:
-        asked: the requested number, or "auto": one cell per core, or one cell at a time on a GPU.
-        cells: the number of cells to train.
-
-    Raises:
-        ArgumentError: `asked` is over 1, but this process can't be forked.
+    `asked` is a number, or "auto": one cell per core, or one at a time on a GPU. Raise ArgumentError if it is over 1,
+    but this process can't be forked.
     """
     forks = Forks.are_possible() and device == CPU
     if asked == "auto":

@@ -85,12 +85,11 @@ def serve(
     """Serve the page that shows runs, until a signal such as Ctrl-C ends the server.
 
     Args:
-        folder: the folder with the runs. The folder may be missing.
-        port: the port. With `port=0` the server uses any free port. If the port is taken, the server uses the first
-            free port of the next 19, and a notice names it.
-        host: the address on which to listen. If other computers can reach this address, give a `token`.
-        token: the secret that every request must have, of at least 16 characters. If `token` is None, the token is
-            random.
+        folder: the folder with the runs, which may be missing.
+        port: the port, or 0 for any free port. If the port is in use, the server uses the first free port of the next
+            19, and prints a notice.
+        host: the address on which to listen. If other computers can reach this address, pass a `token`.
+        token: the secret that every request must have, of at least 16 characters; random by default.
         ready: called with the address to open in a browser.
         forms: function that returns the commands that the page may start, with their options. The function loads torch,
             so it is called only when a form is first needed. If `forms` is None, the page cannot start anything.

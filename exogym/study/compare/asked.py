@@ -49,22 +49,22 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class StudyOptions(RunOptions):
-    """Options that comparisons and sweeps share: the options of each run (`RunOptions`), and the following.
+    """Options that comparisons and sweeps share, in addition to the options of each run (`RunOptions`).
 
     Args:
         problem: A `Task`; a task's name ("digits"); your own "module:function" (see `load_task`); or a tuple
-            (make_model, train, val) of a function and two data sets, where `make_model()` returns a model with weights
-            drawn from torch's generator, which ExoGym seeds.
+            (make_model, train, val), where `make_model()` returns a model whose weights are drawn from torch's
+            generator (which ExoGym seeds), and `train` and `val` are data sets.
         data: File or folder with the data of a named task.
-        num_nodes, max_steps, batch_size, lr: Number of nodes, steps of each node, examples per node and step, inner
-            learning rate. Default: the task's values; without a task 4, 300, 32 and 0.001.
+        num_nodes, max_steps, batch_size, lr: Number of nodes, steps per node, examples per node and step, and inner
+            learning rate. The defaults are the task's values, or 4, 300, 32 and 0.001 without a task.
         seeds: Number of seeds (3 means the seeds 0, 1 and 2), or a sequence of seeds. A seed determines weights,
             shards, order and all other random choices.
-        partitioner: How to divide the data: text or a `Partitioner`. Default: the task's partitioner, or "iid". An
-            iterable has no partitioner: example k goes to node k mod N.
-        val_size: Evaluate on at most this many validation examples, spread evenly over the set, or the first ones of an
-            iterable. Default: 500.
-        val_interval: Steps between evaluations. Default: 10 to 30 evaluations per run.
+        partitioner: How to divide the data: text or a `Partitioner`. The default is the task's partitioner, or "iid".
+            With an iterable, omit it: example k goes to node k mod N.
+        val_size: Evaluate on at most this many validation examples (by default 500), spread evenly over the set, or the
+            first ones of an iterable.
+        val_interval: Steps between evaluations. By default, each run evaluates 10 to 30 times.
         device: As in `LocalTrainer.fit`.
         network: Predict the time on this network: a `Network`, or text such as "wifi" or "100Mbps,20ms".
         step_seconds: Seconds of a node's step, for the predicted time: a number, text such as "80ms", a value per node,
@@ -105,21 +105,21 @@ class ComparisonOptions(StudyOptions):
     """Options of `compare`.
 
     Args:
-        strategies: Texts for `parse_strategy`, or "single", in a sequence or separated by commas; or a dict from your
-            own names to such texts or `Strategy` objects.
+        strategies: Strategies to compare: texts for `parse_strategy` or "single", in a sequence or separated by commas,
+            or a dict from your own labels to such texts or `Strategy` objects.
         processes: As in `LocalTrainer.fit`. The run `single` always has one process, no `faults` and no `balance`.
-        speeds: Each node's speed, above 0. At speed 0.5, a step takes twice the step_seconds. The run `single` has node
-            0's speed.
+        speeds: Each node's relative speed, above 0. At speed 0.5, a step takes twice step_seconds. The run `single` has
+            node 0's speed.
         target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, if you pass
-            a network, the seconds. Default: DDP's final validation loss / 0.95 (95 % of DDP's quality) or, if DDP is
-            not compared, the highest final loss of any run.
+            a network, the seconds. The default is DDP's final validation loss / 0.95 (95 % of DDP's quality) or, if DDP
+            is not compared, the highest final loss of any run.
         out: Folder in which to create `<task>-<time>` with run.json, summary.csv, metrics.csv (each evaluation),
             loss_vs_steps and loss_vs_bytes (.png, .svg), loss_vs_time if you pass a `network`, and a folder for each
-            run. None: no files are written.
-        resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
-            same as without the interruption. An unfinished run continues from its checkpoint, if there is one. Built-in
-            strategies write a checkpoint every minute and at Ctrl-C.
-        progress: Show progress and the time left. None: only in a terminal or a notebook.
+            run. By default, no files are written.
+        resume: Resume an interrupted comparison with the same arguments, where `out` is the comparison's own folder.
+            The result is the same as without the interruption. An unfinished run continues from its checkpoint, if
+            there is one; built-in strategies write one every minute and at Ctrl-C.
+        progress: Show progress and the time left. By default, only in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """
 

@@ -44,14 +44,12 @@ class Comparison:
     Attributes:
         heading: one line about the training.
         finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
-            network, and the lowest final loss, and which of these results the seeds leave undecided.
-        rows: a dict per strategy with the columns of summary.csv. `<name>_std` is a column's standard deviation over
-            seeds.
+            network and the lowest final loss, and which of these results are undecided, because their seeds overlap.
+        rows: a dict per strategy with the columns of summary.csv. `<name>_std` is the standard deviation across seeds.
         histories: a dict from (strategy as written, seed) to the run's `History`.
         description: the options and the machine, as JSON values; enough to repeat the comparison.
         folder, paths: the comparison's folder and its files; None and () without `out`.
-        target_loss: the target validation loss. The rows have the bytes and, if there is a network, the seconds to
-            reach it.
+        target_loss: the validation loss for which the rows have the bytes and, with a network, the seconds to reach it.
     """
 
     heading: str
@@ -75,9 +73,9 @@ class Comparison:
         """Plot each strategy's mean validation loss, with a band over its seeds. Return a matplotlib figure.
 
         Args:
-            x: the horizontal axis: "bytes" that a node has sent; "step"; "time" (predicted seconds, with a network).
-            log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and
-                for seconds if the longest run takes at least eight times as long as the shortest.
+            x: the horizontal axis: "bytes" that a node has sent, "step", or "time" (predicted seconds, with a network).
+            log: whether the horizontal axis is logarithmic. By default, it is for bytes, and for seconds if the longest
+                run takes at least eight times as long as the shortest.
 
         A notebook shows the figure; `figure.savefig("loss.svg")` writes it to a file.
 
@@ -102,10 +100,10 @@ class Comparison:
         return html_of(self.heading, self.finding, self.plot, *self.table())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table's headers and rows as text. Values are mean ± standard deviation over seeds.
+        """Return the table's headers and rows as text. Values are mean ± standard deviation across seeds.
 
-        If the comparison has a network, the last columns are the predicted seconds to the end, the share of time for
-        which nodes wait, and the seconds to the target loss, instead of this machine's examples per second.
+        With a network, the last columns are the predicted seconds to the end, the nodes' share of waiting time, and the
+        seconds to the target loss. Without a network, the last column is this machine's examples per second.
         """
         headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"

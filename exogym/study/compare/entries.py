@@ -111,8 +111,8 @@ def entries_of(strategies: Any, setting: ComparisonSetting, own_lr: bool = False
     """Return the named strategies.
 
     Args:
-        own_lr: whether the user chose the setting's rate. Otherwise the rate is the task's, for the task's optimizer. A
-            text with SGD instead then takes SGD's default.
+        own_lr: whether the user chose the learning rate. Otherwise it is the task's, and a text with SGD, for which the
+            task's rate is not meant, takes SGD's default.
     """
     defaults = {name: getattr(setting, name) for name in DEFAULTS}
     common = Inner(

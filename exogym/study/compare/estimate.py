@@ -97,12 +97,7 @@ def estimate(asked: ComparisonOptions) -> Estimate:
 
 
 def estimated(cells: Sequence[Cell], runs: int, at_once: int = 1) -> Estimate:
-    """Return the estimate of `runs` runs, from trials of some of them.
-
-    Args:
-        cells: the cells to try.
-        at_once: runs that train at the same time, each in its own process.
-    """
+    """Return the estimate of `runs` runs, from trials of `cells`, if `at_once` runs train at the same time."""
     begun, place = time.perf_counter(), cells[0].place
     trials = tuple(map(_tried, cells))
     train_s = fmean(trial.run_s for trial in trials) * runs / at_once

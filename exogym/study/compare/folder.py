@@ -56,10 +56,7 @@ class Folder:
 
     @classmethod
     def new(cls, out: str | os.PathLike[str], name: str, labels: Iterable[str]) -> Folder:
-        """Make the folder `<out>/<name>-<time>` for a new comparison.
-
-        Raise ArgumentError if `out` cannot be written, or is itself a comparison's folder.
-        """
+        """Make `<out>/<name>-<time>`. Raise ArgumentError if `out` is not writable, or a comparison's own folder."""
         _refuse_single_run(out)
         if (Path(out) / RUN).exists():
             raise ArgumentError(
@@ -72,10 +69,9 @@ class Folder:
 
     @classmethod
     def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
-        """Open the folder `out` of an earlier comparison with the same options, to resume it.
+        """Open an earlier comparison's folder `out` to resume it with the same options.
 
-        Raise ArgumentError if `out` holds no comparison, another process writes there, or the comparison's options
-        differ. The message lists the differences.
+        Raise ArgumentError if `out` contains no comparison, is in use, or has other options, which the message lists.
         """
         path = Path(out).expanduser()
         lock = locked(path, lambda: check_same(out, "comparison", saved_in(out), asked))
@@ -99,9 +95,7 @@ class Folder:
         return self.path / f"{self._names[label]}-seed-{seed}"
 
     def drop_if_empty(self) -> bool:
-        """Remove a new folder, and the parents made for it, if it has no result and no checkpoint.
-
-        Return whether the folder was removed."""
+        """Remove a new folder and its new parents, and return True, if it has no result and no checkpoint."""
         results = (f"*/{HISTORY}", f"*/{CHECKPOINTS}/step_*")
         kept = any(next(self.path.glob(pattern), None) for pattern in results)
         if kept or not self._made:
@@ -119,10 +113,7 @@ def _refuse_single_run(out: str | os.PathLike[str]) -> None:
 
 
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Check that a comparison's folder was made with the same options.
-
-    Raise ArgumentError if some options differ. The message lists these options.
-    """
+    """Raise ArgumentError, with the differences, unless a comparison's folder was made with the same options."""
     if unlike := unlike_in(saved, asked):
         raise ArgumentError(
             f"out={os.fspath(out)!r} contains a {kind} with other options: resume it with the same options, or pass "
@@ -165,18 +156,12 @@ def _known_to(saved: Any, asked: Any, are_arguments: bool = False) -> Any:
 
 
 def lock_of(path: Path) -> Lock:
-    """Lock the folder `path` (the argument `out`), so that no other comparison or sweep writes there.
-
-    Raise ArgumentError if another process has locked the folder, or the folder cannot be written.
-    """
+    """Lock the folder `path` (the argument `out`). Raise ArgumentError if it is in use or cannot be written."""
     return acquire(path, secrets.token_hex(8), "out")
 
 
 def locked(path: Path, check: Callable[[], object]) -> Lock:
-    """Lock the folder `path` (the argument `out`), whose contents `check` checks. Nothing in it may lead out of it.
-
-    Raise the errors of `lock_of`, `check` and `check_plain`.
-    """
+    """Lock the folder `path` (the argument `out`), whose contents `check` checks and in which no link may lead out."""
     if not (path / LOCK).exists():  # otherwise another process works there or was killed; `lock_of` finds out
         check()
         check_writable(path, "out")
@@ -201,10 +186,7 @@ def begun() -> dict[str, Any]:
 
 
 def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the description in a comparison's folder.
-
-    Raise ArgumentError if the folder is not a comparison's. If it contains comparisons' folders, the message names one.
-    """
+    """Return the description in a comparison's folder. Raise ArgumentError for any other folder."""
     path = Path(out).expanduser()
     _refuse_single_run(out)
     if (path / RUN).exists():
@@ -218,10 +200,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_plain(path: Path) -> None:
-    """Check that everything in a folder is a plain file or a folder. A link could lead out of it, a pipe never ends.
-
-    Raise ArgumentError if something is not. The message names it.
-    """
+    """Raise ArgumentError unless all in a folder is plain files or folders: links could lead out, pipes never end."""
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

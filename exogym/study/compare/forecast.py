@@ -36,8 +36,8 @@ class Forecast:
     """The network for which a comparison predicts times, and the seconds of each node's steps.
 
     Attributes:
-        name: the network's name, as the caller gave it.
-        measured_step_s: seconds of a step at speed 1, measured on this machine, or None if the caller gave the seconds.
+        name: the network's name, as the caller passed it.
+        measured_step_s: seconds of a step at speed 1, measured on this machine, or None if the caller passed them.
     """
 
     name: str
@@ -98,10 +98,7 @@ def forecast_of(
 
 
 def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) -> None:
-    """Check that the target loss is a finite number, and that options for a network are given only with a network.
-
-    Raise ArgumentError if one of these checks fails.
-    """
+    """Raise ArgumentError for a target loss that is not finite, and for options of a network without a network."""
     for name, given in (("step_seconds", step_seconds), ("speeds", speeds)):
         if network is None and given is not None:
             raise ArgumentError(

@@ -24,11 +24,8 @@ class LiveTable:
     """A context manager that shows each strategy's progress on stderr.
 
     In a terminal it draws a table, at most five times a second. Otherwise it prints a line for each finished strategy,
-    and a line every 30 seconds. Table and lines show the remaining time.
-
-    Args:
-        labels: the strategies as written, in order.
-        seeds: number of runs of each strategy.
+    and a line every 30 seconds. Both show the remaining time. `labels` are the strategies as written, each with `seeds`
+    runs.
     """
 
     def __init__(self, labels: Iterable[str], seeds: int) -> None:

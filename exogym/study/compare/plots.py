@@ -46,7 +46,7 @@ class Curve:
         losses: (S, K) validation losses for S seeds.
         tx_bytes: (K,) bytes that a node had sent before each evaluation, mean over seeds.
         time_s: (K,) predicted seconds before each evaluation, mean over seeds. None without a network.
-        label: the strategy as written, which decides the curve's color. If `label` is "", the title decides the color.
+        label: the strategy as written, which decides the curve's color; if it is "", the title does.
     """
 
     title: str
@@ -66,17 +66,11 @@ def figure_of(
     curves: Sequence[Curve], x: str = "step", log: bool | None = None, heading: str = "", network: str = "",
     target_loss: float | None = None,
 ) -> Figure:  # fmt: skip
-    """Plot mean validation loss, with a band from the lowest to the highest seed. Return a matplotlib figure.
+    """Plot mean validation loss, with a band from the lowest to the highest seed (see `Comparison.plot`).
 
     Args:
-        x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds).
-        log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and for
-            seconds if the longest run takes at least eight times as long as the shortest.
         network: the network's name, for the label of the axis "time".
         target_loss: the loss to mark with a dotted line.
-
-    Raises:
-        ArgumentError: `x` is unknown, or it is "time" and the runs have no network.
     """
     check_choice("x", x, AXES)
     if x == "step":

@@ -100,11 +100,7 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     """Check the arguments and prepare a comparison's runs, without training or creating a folder.
 
     Args:
-        known_step_s: the seconds of a step that an interrupted comparison measured. If it is None, this function
-            measures a step if necessary.
-
-    Raises:
-        ArgumentError, DataError: as in `compare`.
+        known_step_s: the seconds of a step that an interrupted comparison measured; None to measure if necessary.
     """
     task = task_of(asked.problem, asked.data)
     setting = setting_of(task, asked.num_nodes, asked.max_steps, asked.batch_size, asked.seeds, asked.lr)

@@ -49,8 +49,7 @@ class Track:
     """A run's evaluations.
 
     Attributes:
-        columns: the columns step, val_loss, tx_bytes, time_s and wall_s, each (K,) for K evaluations. Missing values
-            are NaN.
+        columns: step, val_loss, tx_bytes, time_s and wall_s, each (K,) for K evaluations, with NaN for missing values.
         last: the values at the last evaluation's step.
     """
 
@@ -61,9 +60,8 @@ class Track:
     def of_rows(cls, rows: Iterable[Mapping[str, Any]], before: Mapping[int, float] | None = None) -> Track | None:
         """Return the `Track` of a run's rows, which are in the order of steps. None if the rows have no evaluation.
 
-        Args:
-            before: a dict from each evaluated step to its `wall_s` before the evaluation. If given, the time for
-                evaluations does not count in `examples_per_s`.
+        `before` has, for each evaluated step, the `wall_s` before its evaluation. If passed, `examples_per_s` leaves
+        out the evaluations' time.
         """
         merged: dict[int, Row] = {}
         for row in rows:
@@ -154,16 +152,15 @@ def summary_of(
     """Return the summary of several strategies' runs.
 
     For each seed, the quality is DDP's val_loss divided by the strategy's, and the reduction is DDP's tx_bytes divided
-    by the strategy's. Without DDP, quality and reduction have the value None. A strategy that sends nothing has no
-    reduction. `tx_bytes` and `payload_bytes` are the mean over nodes, summed over all steps. `examples_per_s` is the
-    number of examples that all nodes together process per second on this machine, without the time for evaluations.
+    by the strategy's. Without DDP, quality and reduction are None. A strategy that sends nothing has no reduction.
+    `tx_bytes` and `payload_bytes` are the mean over nodes, summed over all steps. `examples_per_s` is the number of
+    examples that all nodes together process per second on this machine, without the time for evaluations.
 
     Args:
         strategies: a dict from label to (title, notes).
         seeds: the requested seeds.
-        tracks: a dict from (label, seed) to the `Track` of each run that completed its training. There must be at least
-            one.
-        target: the target loss, and its meaning in words. Default: the result of `target_of`.
+        tracks: a dict from (label, seed) to the `Track` of each run that completed its training, at least one.
+        target: the target loss, and its meaning in words, by default from `target_of`.
         network: the network's name for the verdict.
     """
     target_loss, why = target_of(tracks) if target is None else target
@@ -197,8 +194,8 @@ def summary_of(
 def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
     """Return the target loss, and its meaning in words.
 
-    The target loss is `given`. Without `given`, it is DDP's mean final loss over seeds / 0.95. Without DDP, it is the
-    highest final loss of any run, so that all runs reach it.
+    The target loss is `given` or, by default, DDP's mean final loss over seeds / 0.95 or, without DDP, the highest
+    final loss of any run, so that all runs reach it.
     """
     if given is not None:
         return given, "as asked for"

@@ -66,13 +66,13 @@ class SweepOptions(StudyOptions):
         strategy: The strategy as text, such as "diloco:outer_lr=0.5", if `axes` has no option `strategy`.
         processes: Number of runs that train at the same time. With "auto", one run per core, as far as memory allows.
         engine: With "ray", the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
-        search: Train this number of cells that optuna proposes, instead of all combinations. With `search`, an option
-            in `axes` may have a range of numbers, such as "1e-4..1e-1".
-        out: Folder of the sweep. This folder gets sweep.json, summary.csv, sweep.png and a folder for each run.
+        search: Train this number of cells that optuna proposes, instead of all combinations. Options in `axes` may then
+            also have a range of numbers, such as "1e-4..1e-1".
+        out: Folder for sweep.json, summary.csv, sweep.png and a folder for each run.
         resume: Resume an interrupted sweep with the same arguments in `out`. The table is the same as without the
             interruption. `search` may be larger than before.
-        progress: Print a line for each finished run, with the remaining time. If `progress` is None, print lines only
-            in a terminal or a notebook.
+        progress: Print a line for each finished run, with the remaining time. By default, only in a terminal or a
+            notebook.
         watch: Function that receives an `Ended` after each run.
     """
 

@@ -18,13 +18,11 @@ BATCH = 4
 def propose(
     axes: Axes, tried: Sequence[tuple[Mapping[str, str], float | None]], count: int, startup: int = BATCH
 ) -> list[dict[str, str]]:
-    """Return the next `count` cells of a search.
+    """Return the next `count` cells of a search over `axes` ({option: its values or range}).
 
     Args:
-        axes: dict from option to its values or range.
         tried: the earlier cells in order, each with its loss (None if the cell's run failed).
-        count: the number of cells to return.
-        startup: number of earlier cells from which on losses decide. Before, cells are drawn at random.
+        startup: number of earlier cells before losses count. Until then, cells are drawn at random.
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
