@@ -26,7 +26,7 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(
         ("advise.simulate", "advise.target_loss"), "use exogym compare --network, which trains on a virtual clock"
     ),
-    **dict.fromkeys(("texts.split", "language_task.split"), "rename the parts: the folders must be train and test"),
+    **dict.fromkeys(("texts.split", "language_task.split"), "name the parts by folders: train, and validation or test"),
     "advise.judge": "use python -m research judge in a clone of the project",
     **dict.fromkeys(("advise.run", "advise.Run"), "pass advise(steps=..., skew=...)"),
     **dict.fromkeys(("advise.spot", "advise.Spot", "advise.failures", "advise.Failures"), _FAULTS),

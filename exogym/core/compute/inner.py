@@ -38,8 +38,8 @@ class InnerOptimizer(Stateful):
     """Keep one torch optimizer per row. All these optimizers are built on the parameters of the one module.
 
     The worker points these parameters at one row after another, and then the row's optimizer steps. So every row has
-    its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call, or
-    raises ArgumentError if it needs more than gradients, or its state cannot be saved.
+    its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call. The
+    constructor raises ArgumentError if the optimizer needs more than gradients, or its state cannot be saved.
 
     Attributes:
         optimizers: the optimizers built so far, by row.

@@ -230,8 +230,8 @@ class FitOptions(RunOptions):
         callbacks: Functions that the training loop calls (see `exogym.callbacks`).
         save_dir, checkpoint_interval: Folder for checkpoints, and steps between two checkpoints. The run also writes a
             checkpoint at its end.
-        resume: Resume from the newest valid checkpoint in `save_dir`, or start a new run if there is none. The number
-            of processes may differ.
+        resume: Resume from the newest valid checkpoint in `save_dir`. A folder without checkpoints starts a new run;
+            if it has only unreadable ones, `fit` raises an error. The number of processes may differ.
         run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`).
             The folder must be new or, with `resume`, the resumed run's folder. Unless `save_dir` is set, checkpoints
             also go into this folder if `checkpoint_interval`, `resume` or `Placement(max_restarts=)` is set.
