@@ -1,6 +1,7 @@
 """A comparison's page in a real browser: the terminal's verdict and table, means with bands, an address to copy."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +192,64 @@ def test_nothing_is_wider_than_the_screen(browser: Any, wide: int) -> None:
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
     assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+SAID = "import('/static/verdict.js').then((it) => arguments[2](it[arguments[0]](...arguments[1])))"
+
+
+def said_of(browser: Any, *runs: tuple[str, list[tuple[float | str, float]]]) -> str:
+    """Return the page's sentence on runs, of which each evaluation's loss and bytes are given."""
+    rows = [
+        {"title": title, "rows": [{"step": k, "val_loss": y, "tx_bytes": x} for k, (y, x) in enumerate(points)]}
+        for title, points in runs
+    ]
+    return str(browser.execute_async_script(SAID, "verdictOf", [rows, ""]))
+
+
+def test_a_sentence_on_runs_holds_with_ties_divergence_and_losses_below_zero(browser: Any) -> None:
+    three = said_of(browser, ("A", [(2, 0), (1, 100)]), ("B", [(2, 0), (1, 100)]), ("C", [(2, 0), (1.4, 2000)]))
+    assert three.startswith("A and B need the fewest bytes for the same loss (1.4000), 1/33.3 of C's, and end with ")
+    assert said_of(browser, ("A", [(1, 1000)]), ("B", [(1, 1030)])).startswith("A needs 1.03x fewer bytes")
+    lost = said_of(browser, ("A", [(1.2, 500), ("NaN", 900)]), ("B", [(1.5, 500)]), ("C", [(1.4, 500)]))
+    assert lost.startswith("B and C need about 500 B")
+    assert "C ends 7 % lower" in lost and "A ends without a finite loss." in lost
+    for highest in (0, 0.001):
+        below = said_of(browser, ("A", [(2, 10), (-3, 1000)]), ("B", [(2, 10), (highest, 1030)]))
+        assert "and ends lower, at -3.0000." in below
+
+
+def test_the_winner_has_a_finite_loss_and_sends_bytes(browser: Any) -> None:
+    def winner(kind: str, *rows: dict[str, Any]) -> str:
+        return str(browser.execute_async_script(SAID, "winnerOf", [{"rows": rows}, kind]))
+
+    losses = {"a": 1.0, "b": "NaN", "c": 0.5}
+    rows = [{"strategy": name, "val_loss": loss} for name, loss in losses.items()]
+    assert winner("comparison", *rows) == "Lowest loss: c, 0.5000"
+    assert winner("sweep", *rows) == "Best cell: c"
+    silent = {"strategy": "alone", "val_loss": 1.0, "target_bytes": 0, "tx_bytes": 0}
+    ours = {"strategy": "diloco", "val_loss": 0.9, "target_bytes": 500, "tx_bytes": 900}
+    base = {"strategy": "ddp", "val_loss": 0.8, "target_bytes": 2000, "tx_bytes": 5000}
+    assert winner("comparison", silent, base, ours) == "Fewest bytes: diloco, 500 B, 1/4 of DDP's"
+
+
+def test_runs_of_different_tasks_and_running_runs_are_called_so(browser: Any, folder: Path) -> None:
+    """The list of runs says the tasks and states, so that it is enough to change what the page has of it."""
+    names = [f"mine/{name}" for name in ("ddp-seed-0", "diloco-H-5-seed-0")]
+    change = "import('/static/base.js').then(({ store }) => { Object.assign(store.list.find(r => r.name === arguments[0]), arguments[1]); arguments[2](); })"  # noqa: E501
+    for to_be, first in (({"state": "running"}, "So far, "), ({"task": "shakespeare"}, "These runs train different")):
+        to(browser, "#/compare/mine%2Fddp-seed-0&mine%2Fdiloco-H-5-seed-0")
+        until(browser, "document.getElementById('verdict')?.textContent")
+        browser.execute_async_script(change, names[0], to_be)
+        until(
+            browser, "document.getElementById('verdict').textContent", lambda text, first=first: text.startswith(first)
+        )
+        to(browser, "#/")
+        browser.refresh()
+        until(browser, "document.querySelectorAll('tbody a').length")
+
+
+def test_runs_of_one_name_in_two_comparisons_have_different_names(browser: Any, folder: Path) -> None:
+    shutil.copytree(folder / "mine", folder / "twin")
+    to(browser, "#/compare/mine%2Fddp-seed-0&twin%2Fddp-seed-0")
+    title = "document.querySelector('#main h2').textContent"
+    until(browser, title, lambda text: text == "DDP (mine/ddp-seed-0) and DDP (twin/ddp-seed-0)")

@@ -246,3 +246,18 @@ def test_on_a_phone_the_form_fits(browser: Any) -> None:
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
     assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+def test_a_held_or_repeated_enter_starts_one_command(browser: Any) -> None:
+    form(browser)
+    until(browser, PLAN)
+    browser.execute_script(
+        "window.sent = 0; const fetched = window.fetch;"
+        "window.fetch = (path, ...more) => path !== '/api/start' ? fetched(path, ...more)"
+        " : (window.sent += 1, new Promise((done) => setTimeout(() => done(Response.json({pid: 1})), 300)));"
+        "for (const repeat of [false, true, true, false]) document.getElementById('line').dispatchEvent("
+        "new KeyboardEvent('keydown', {key: 'Enter', repeat, bubbles: true, cancelable: true}));"
+    )
+    until(browser, "document.getElementById('answer').textContent", lambda text: "started as process 1;" in text)
+    assert browser.execute_script("return window.sent") == 1
+    browser.refresh()

@@ -86,5 +86,15 @@ def test_a_sentence_names_the_host_that_needs_attention(browser: Any, hosts: Hos
     until(browser, SENTENCE, lambda text: text.startswith("All 2 hosts report"))
 
 
+def test_no_host_reports_before_its_first_report(browser: Any) -> None:
+    starting = {"address": "a", "state": "starting", "restarts": 0, "quiet_s": None}
+    running = {"address": "b", "state": "running", "restarts": 0, "quiet_s": 1.0, "processes": [{"step": 5}]}
+    said = (
+        "import('/static/hosts.js').then((it) => arguments[1](it.hostsOf('x', {hosts: arguments[0]})[0].textContent))"
+    )
+    assert browser.execute_async_script(said, [starting, running]) == "a: starting."
+    assert "Infinity" not in browser.execute_async_script(said, [])
+
+
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
     assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []

@@ -72,9 +72,9 @@ export function comparePage(main, names) {
   main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, rest);
 
   const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name) || wanted.has(run.name.split("/")[0])));
-  const lastOf = (name) => name.split("/").at(-1), titleOf = (name) => titles.get(name) ?? titled(find(name) ?? { name });
-  // A run's strategy, as everywhere; two runs of one strategy also have their folders' names.
-  const short = (name) => (own ? lastOf(name) : runs().some((run) => run.name !== name && titleOf(run.name) === titleOf(name)) ? `${titleOf(name)} (${lastOf(name)})` : titleOf(name));
+  const lastOf = (name) => name.split("/").at(-1), titleOf = (name) => titles.get(name) ?? titled(find(name) ?? { name }), twins = (name) => runs().filter((run) => run.name !== name && titleOf(run.name) === titleOf(name)).map((run) => lastOf(run.name));
+  // A run's strategy, as everywhere; two runs of one strategy also have their folders' names, and two folders of one name their whole paths.
+  const short = (name) => (own ? lastOf(name) : twins(name).length ? `${titleOf(name)} (${twins(name).includes(lastOf(name)) ? name : lastOf(name)})` : titleOf(name));
 
   const grouping = () => look.group ?? (Object.keys(members).length ? STRATEGY : RUNS);
   const nameOf = (label) => titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label });
@@ -100,7 +100,8 @@ export function comparePage(main, names) {
     if (own === null) head.textContent = all.length > MOST_BESIDE ? `${all.length} runs` : said.join(" and ") || "Compare";
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
-    const sentence = verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })));
+    const found = all.map(find), isOther = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null)).size > 1, about = isOther ? "These runs train different tasks: their losses do not compare." : verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })));
+    const sentence = about && !isOther && found.some((run) => run?.state === "running") ? `So far, ${about}` : about;
     verdict.hidden = !sentence; verdict.textContent = sentence;
     const row = (title, values, best) => make("tr", {}, make("th", { scope: "row" }, title), ...values.map((value, k) => make("td", { class: `number${k === best ? " best" : ""}` }, value ?? "")));
     const ends = Object.entries(ENDS).map(([title, [name, form]]) => {

@@ -23,8 +23,8 @@ function said(hosts, pace) {
   if (ill.length) return [`${of(ill)}: ${[...new Set(ill.map((host) => (host.state === "silent" ? `silent for ${seconds(Math.round(host.quiet_s))}` : host.state)))].join(", ")}.`, true];
   const slow = hosts.filter((host) => pace && behind(host) / pace - (host.quiet_s ?? 0) > BEHIND_S);
   if (slow.length) return [`${of(slow)}: ${Math.max(...slow.map(behind))} steps behind.`, true];
-  const apart = Math.max(...hosts.map(behind));
-  return [`${hosts.length > 1 ? `All ${hosts.length} hosts report` : "The host reports"}${apart ? `, at most ${apart} steps apart` : ""}.`, false];
+  const apart = Math.max(0, ...hosts.map(behind)), begin = hosts.filter((host) => host.state === "starting");
+  return [begin.length ? `${of(begin)}: starting.` : `${hosts.length > 1 ? `All ${hosts.length} hosts report` : "The host reports"}${apart ? `, at most ${apart} steps apart` : ""}.`, false];
 }
 
 function card(host) {

@@ -77,15 +77,15 @@ export function newPage(main) {
   const form = make("form", { onsubmit: async (event) => {
     event.preventDefault();
     if (checked !== line.value) { wanted = line.value; at.textContent = CHECKING; return; }  // it starts if the check of this text is fine
-    if (wrong.textContent) return;
-    const { command, options } = given();
+    if (wrong.textContent || starting) return;
+    const { command, options } = given(); starting = true;
     try {
       const found = await send("/api/start", { command, options });
       at.textContent = `started as process ${found.pid}; it appears under Runs when it trains`;
-    } catch (error) { at.textContent = error.message; }
+    } catch (error) { at.textContent = error.message; } finally { starting = false; }
   } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
-  let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, offered = null, chosen = -1, begun = "", checked = null, wanted = null;  // checked: the text of the last check; wanted: the text to start
+  let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, starting = false, offered = null, chosen = -1, begun = "", checked = null, wanted = null;  // checked: the text of the last check; wanted: the text to start
 
   // Write a strategy into the line.
   function add(text) {
@@ -115,7 +115,7 @@ export function newPage(main) {
   }
 
   function key(event) {
-    if (event.key === "Enter" && (list.hidden || chosen < 0)) { event.preventDefault(); form.requestSubmit(); return; }
+    if (event.key === "Enter" && (list.hidden || chosen < 0)) { event.preventDefault(); if (!event.repeat) form.requestSubmit(); return; }
     if (list.hidden || !offered) return;
     const last = offered.found.length - 1;
     if (event.key === "ArrowDown") chosen = Math.min(chosen + 1, last);

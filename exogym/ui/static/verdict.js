@@ -7,12 +7,13 @@ const ALIKE = 0.01;  // losses and bytes this close are called alike
 export const labelOfRow = (row) => row.cell ?? row.strategy;
 export const titleOfRow = (row) => row.title ?? labelOfRow(row);
 export const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
-const times = (ratio) => `${Number(ratio.toPrecision(ratio < 10 ? 2 : 3))}`;
+const times = (ratio) => `${Number(ratio.toPrecision(ratio > 1.1 && ratio < 10 ? 2 : 3))}`;
 
+const endOf = (row) => (isNumber(row.val_loss) ? row.val_loss : Infinity);  // a loss that is not finite arrives as text
 // Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
-const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, row.val_loss ?? Infinity];
+const rank = (row) => [isNumber(row.target_bytes) ? 0 : row.target_runs ? 1 : 2, row.target_bytes ?? 0, endOf(row)];
 export const byBytes = (a, b) => rank(a).map((x, k) => x - rank(b)[k]).find((x) => x) ?? 0;
-export const byLoss = (a, b) => (a.val_loss ?? Infinity) - (b.val_loss ?? Infinity);
+export const byLoss = (a, b) => endOf(a) - endOf(b);
 
 // By name, with numbers in their order: H=5 before H=10.
 export function byName(a, b) {
@@ -23,7 +24,7 @@ export function byName(a, b) {
 
 // The best of a comparison (by bytes) or sweep (by loss), and how much it saves; "" before a run has ended.
 export function winnerOf({ rows = [], verdict = "" }, kind, isLong = false) {
-  const [lowest] = [...rows].sort(byLoss), [first] = [...rows].sort(byBytes);
+  const [lowest] = [...rows].sort(byLoss), [first = {}] = rows.filter((row) => row.tx_bytes !== 0).sort(byBytes);
   if (!isNumber(lowest?.val_loss)) return "";
   const isOpen = verdict.includes("lowest final loss is undecided"), loss = spread(lowest, "val_loss", figure);
   if (kind === "sweep") return `Best cell: ${titleOfRow(lowest)}${isLong ? `, with a validation loss of ${loss}${isOpen ? "; its seeds overlap with other cells" : ""}` : isOpen ? " (undecided)" : ""}`;
@@ -41,12 +42,13 @@ function bytesUntil(rows, loss) {
 
 // A sentence on a few single runs {title, rows}: who needs the fewest bytes for the same loss, and who ends lowest.
 export function verdictOf(runs) {
-  const known = runs.map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) })).filter(({ rows }) => rows.length);
-  if (known.length < 2) return "";
+  const lost = runs.filter(({ rows }) => typeof rows.findLast((row) => row.val_loss != null)?.val_loss === "string"), diverged = lost.map(({ title }) => `${title} ends without a finite loss.`).join(" ");
+  const known = runs.filter((run) => !lost.includes(run)).map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) })).filter(({ rows }) => rows.length); if (known.length < 2) return diverged;
   const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss), [best, worst] = [ends[0], ends.at(-1)];
   const needs = known.map(({ title, rows }) => ({ title, sent: bytesUntil(rows, worst.loss) })).sort((a, b) => a.sent - b.sent), [few, many] = [needs[0], needs.at(-1)];
-  const same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
-  const need = many.sent <= few.sent * (1 + ALIKE) ? `${known.length > 2 ? "All" : "Both"} need about ${bytes(few.sent)} for ${same}` : few.sent ? `${few.title} needs ${than}` : `${few.title} needs no bytes for ${same}`;
-  const part = worst.loss > best.loss ? (worst.loss - best.loss) / Math.abs(worst.loss) : 0, low = part < ALIKE ? "they end alike" : `${best.title === few.title ? "" : `${best.title} `}ends ${(100 * part).toFixed(0)} % lower`;
-  return `${need}, and ${known.length > 2 && part >= ALIKE ? `${best.title === few.title ? "" : `${best.title} `}ends with the lowest loss, ${figure(best.loss)}` : low}.`;
+  const all = (found) => found.map(({ title }) => title).join(" and "), fewest = needs.filter(({ sent }) => sent <= few.sent * (1 + ALIKE)), lowest = ends.filter(({ loss }) => loss === best.loss || loss - best.loss < ALIKE * Math.abs(loss));
+  const verb = (found, text) => `${all(found)} ${text}${found.length > 1 ? "" : "s"}`, same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
+  const need = fewest.length === known.length ? `${diverged ? all(known) : known.length > 2 ? "All" : "Both"} need about ${bytes(few.sent)} for ${same}` : `${verb(fewest, "need")} ${few.sent ? than : `no bytes for ${same}`}`;
+  const who = all(lowest) === all(fewest) ? `end${lowest.length > 1 ? "" : "s"}` : verb(lowest, "end"), low = known.length > 2 ? `with the lowest loss, ${figure(best.loss)}` : best.loss > 0 ? `${(100 * (1 - best.loss / worst.loss)).toFixed(0)} % lower` : `lower, at ${figure(best.loss)}`;
+  return `${need}, and ${lowest.length === known.length ? "they end alike" : `${who} ${low}`}.${diverged && ` ${diverged}`}`;
 }
