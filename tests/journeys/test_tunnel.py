@@ -42,7 +42,7 @@ trainer.fit(DiLoCoStrategy(H=5, lr=0.01), max_steps=12, batch_size=8)
 
 def commands(heading: str) -> Iterator[tuple[list[int], str]]:
     """Yield (numbers of the hosts, command) of the block below a heading; a comment says on which hosts."""
-    section = PAGE.read_text().partition(f"#### {heading}\n")[2].partition("\n##")[0]
+    section = PAGE.read_text().partition(f"### {heading}\n")[2].partition("\n##")[0]
     (block,) = re.findall(r"```sh\n(.*?)```", section, re.S)
     where: list[int] = []
     for line in block.replace("\\\n", " ").splitlines():

@@ -14,6 +14,8 @@ An example with one process; under the launcher, every process makes the same ca
 False
 >>> init_process_group("gloo", world_size=1)
 >>> x = torch.tensor([1.0, 2.0])
+>>> all_reduce(x).tolist(), all_reduce(x, "max").tolist()
+([1.0, 2.0], [1.0, 2.0])
 >>> all_gather(x)[0].tolist(), gather(x)[0].tolist(), scatter([x]).tolist(), reduce_scatter(x).tolist()
 ([1.0, 2.0], [1.0, 2.0], [1.0, 2.0], [1.0, 2.0])
 >>> model = DistributedDataParallel(torch.nn.Linear(2, 1))
