@@ -3,9 +3,9 @@
 The manifests describe an indexed Job with one pod per machine. Its pods find each other by the names of a headless
 service. Each pod's launcher needs the run's secret from a Kubernetes Secret, which you must create.
 
-If a pod is preempted, all pods end. Kubernetes replaces them, and all start the script again. A job's preempted pod
-does not count as a failure, but the others do. The run resumes if the script calls
-`fit(save_dir=..., resume=True)` with a folder on the volume.
+If a pod is preempted, all pods end, and Kubernetes starts the script anew in each. A preempted pod does not count as a
+failure, but the others do. The run resumes if the script calls `fit(save_dir=..., resume=True)` with a folder on the
+volume.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Write a job script for SLURM.
 
-On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the machine's processes.
-Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
+On each machine, the script starts a launcher (`python -m exogym.launch`), which starts the machine's processes. The job
+draws the secret with which processes join the run at random, and keeps it only in environment variables.
 
 SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly
-before the time limit, the job tells its processes to save a checkpoint, and asks SLURM for a restart. All given texts
-are quoted for the shell. Invalid texts are refused.
+before the time limit, the job tells its processes to save a checkpoint, and asks SLURM for a restart. Texts are quoted
+for the shell, and invalid texts are refused.
 """
 
 from __future__ import annotations

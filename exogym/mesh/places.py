@@ -1,9 +1,9 @@
 """Decide which elements of each parameter a node's device computes with, and which elements its row stores.
 
 If several devices compute a layer together, each computes with a range of one axis of the layer's parameters. If shards
-divide that range, each shard's row stores some indices of the first axis. Several devices may need the same elements,
-for example of a parameter that two stages use, or of a norm layer in a tensor split. Then one device, the owner, stores
-the elements in its row and sends them to the other devices.
+divide that range, each shard's row stores some indices of the first axis. If several devices need the same elements,
+such as a parameter that two stages use or a norm layer in a tensor split, one device (the owner) stores them in its row
+and sends them to the others.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Split a model differently from its row, so that nodes with different splits can communicate.
 
-Processes of different nodes communicate if they hold the same columns. So all nodes cut their rows into the same K
-parts, where K is the greatest common divisor of the nodes' numbers of processes. A node of k processes stores its row
-k/K times. The node's model is split over all k processes, in separate memory. Before each gradient, a process copies
-its part of the model from the row. Afterward, each process receives the gradient of its part of the row.
+Processes of different nodes communicate if they hold the same columns, so all nodes cut their rows into K parts, where
+K is the greatest common divisor of the nodes' numbers of processes. A node of k processes stores its row k/K times, and
+splits its model over all k processes in separate memory. Before each gradient, a process copies its part of the model
+from the row; afterward, it receives the gradient of its part of the row.
 
 With P parameters of b bytes, a process sends per step about b P / k bytes of parameters and b P / K bytes of gradients.
 """

@@ -1,16 +1,16 @@
 """Shard a model over a node's devices: each device holds a part of every parameter.
 
 The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). The processes gather the
-parameters of a block of layers before its forward pass and again before its backward pass. After each pass they free
-the gathered parameters. Each process receives the summed gradients for its own columns. On the axis "tensor" the
-devices compute each layer together (`mesh.tensors`).
+parameters of a block of layers before its forward pass and again before its backward pass, and free them after each.
+Each process receives the summed gradients for its own columns. On the axis "tensor" the devices compute each layer
+together (`mesh.tensors`).
 
-The model's parameters in a process are views of its row, so the model sees every change of the row. Several processes
-on the axis "tensor" may need the same elements (norms, embeddings). Then one process stores these elements in its row,
-and sends them to the other processes before the step.
+The model's parameters in a process are views of its row, so the model sees every change of the row. If several
+processes on the axis "tensor" need the same elements (norms, embeddings), one process stores them in its row, and sends
+them to the others before the step.
 
-In each step a process sends (k-1)/k b (P + P_blocks) bytes to gather parameters, and (k-1)/k b P bytes of gradients.
-Here k is the number of shards, P the number of parameters, and b the bytes per parameter. P_blocks is the number of
+In each step a process sends (k-1)/k b (P + P_blocks) bytes to gather parameters, and (k-1)/k b P bytes of gradients,
+where k is the number of shards, P the number of parameters, b the bytes per parameter, and P_blocks the number of
 parameters inside blocks of layers, which are gathered twice.
 """
 

@@ -1,16 +1,13 @@
 """The wire for nodes of several processes each, and the communication inside such a node.
 
-With k processes per node, the run's processes form teams of k processes. A team holds the rows of one node, or of
-several nodes. Process r is in team r // k, and holds part r % k of each of the team's rows. There are three kinds of
-process groups:
+With k processes per node, the run's processes form teams of k, each with the rows of one node or several nodes. Process
+r is in team r // k, and holds part r % k of each of the team's rows. There are three kinds of process groups: the
+processes that hold the same part of different nodes carry columns between nodes; the processes of a team communicate
+inside a node; and all processes of the run agree on flags, such as whether to stop.
 
-- the processes that hold the same part of different nodes carry columns between nodes;
-- the processes of a team communicate inside a node;
-- all processes of the run agree on flags, such as whether to stop.
-
-If nodes have different numbers of processes, every node cuts its rows into K parts. K is the greatest common divisor of
-these numbers. Only a node's first K processes communicate with other nodes. Each other process holds the same columns
-as one of the first K processes, and receives that process's results.
+If nodes have different numbers of processes, every node cuts its rows into K parts, where K is the greatest common
+divisor of these numbers. Only a node's first K processes communicate with other nodes. Each other process holds the
+same columns as one of the first K processes, and receives that process's results.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A stranger is a connection over which no request with the token has come (see `exogym.ui.guard`). The page's server
 closes a stranger after 10 seconds, even if it has sent other data. At most 128 strangers from one address, and 256 in
-total, may be open. If one more stranger connects, the server closes the oldest. So it can always accept a new
-connection. It never refuses a whole address, because all users of one machine share it.
+total, may be open. One more closes the oldest, so the server can always accept a new connection. It never refuses a
+whole address, because all users of one machine share it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Check each request to the page: its host name, its origin and its token.
 
 A page of another site can make a browser send requests to this server, and such a site can point its own host name to
-127.0.0.1. So a request must name this machine, and must not come from a page of another origin; otherwise the answer
-has status 403. It must have the token; otherwise the answer has status 401. The address that you open first contains
-the token. Later requests send the token in a cookie, which scripts cannot read, and which browsers do not send with
-requests from other sites.
+127.0.0.1. So a request that names another machine, or comes from a page of another origin, gets status 403, and a
+request without the token gets status 401. The address that you open first contains the token. Later requests send it in
+a cookie, which scripts cannot read, and which browsers do not send with requests from other sites.
 """
 
 from __future__ import annotations

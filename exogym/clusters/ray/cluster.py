@@ -1,8 +1,8 @@
 """Connect to a Ray cluster or start one, count its free CPUs and GPUs, and check its machines' versions.
 
-A cluster that ExoGym starts listens on the loopback interface only, requires a token and ends with this process. The
-cluster gets its own token. If the script imported Ray first, the cluster uses Ray's token in ~/.ray instead. Anybody
-who reaches a cluster's ports and has its token can run any code there.
+A cluster that ExoGym starts listens on the loopback interface only, ends with this process, and requires its own token
+or, if the script imported Ray first, Ray's token in ~/.ray. Anybody who reaches a cluster's ports and has its token can
+run any code there.
 """
 
 from __future__ import annotations

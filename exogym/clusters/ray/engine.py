@@ -1,8 +1,8 @@
 """The Ray engine: actors hold the rows. The process that called `fit` watches the actors and holds no rows.
 
-If a process is lost (its actor or its machine), the others end. If `max_restarts` allows, the run restarts from its
-last checkpoint on the machines that are left. If the cluster gets room for more processes, the run saves itself, places
-its rows again and continues. The bits stay the same in both cases, because sums always go through the fixed tree.
+If an actor or its machine is lost, the others end, and the run restarts from its last checkpoint on the remaining
+machines if `max_restarts` allows. If the cluster gets room for more processes, the run saves itself, places its rows
+again and continues. Results stay bitwise identical, because sums always go through the fixed tree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A process of a run, as a Ray actor, and its connection to the run's other processes.
 
-The processes find each other through a key-value store, which the first process holds. The others call this store
-through Ray, so the store needs no port. gloo uses the machine's address in Ray. gloo's own port is closed once all
-processes are connected.
+The processes find each other through a key-value store in the first process, which the others call through Ray, without
+a port. gloo uses the machine's address in Ray, and its own port is closed once all processes are connected.
 """
 
 from __future__ import annotations

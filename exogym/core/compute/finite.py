@@ -1,8 +1,8 @@
 """Find nodes with NaN or infinite numbers before these numbers reach other nodes.
 
 A NaN or infinity spreads within a row, from a gradient to the update, and from the parameters to the next loss, so it
-suffices to check each step's loss, and one sum over the row at the end of a stretch. If a check fails, ExoGym searches
-for the parameter and names it.
+suffices to check each step's loss, and one sum over the row at the end of a stretch. If a check fails, ExoGym finds the
+parameter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Compare some examples in micro-batches with the same examples in one batch: gradients before training, losses in it.
 
 If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
-a contrastive loss, micro-batches change the gradient, and no error shows this change.
-
-A test can't prove that a loss is a mean. It is known for torch's own losses (`outputs.counting`). Other losses are
-tested before training on a few examples of as many classes as possible (`check_parts`), and again during training
-(`Trials`).
+a contrastive loss, they change it without an error. torch's own losses are known to be means (`outputs.counting`).
+Other losses can only be tested: before training on a few examples of as many classes as possible (`check_parts`), and
+again during training (`Trials`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Write checkpoints while nodes compute: copy the run's state, then let a thread write the copy.
 
 The thread calls the same function as a run that waits, so the files have the same bytes. Processes agree over their own
-second wire. The next checkpoint waits for the one under way, so at most one copy is in memory beside the state.
-
-The thread has its own pulse. If a process waits for its thread, the process's pulse follows the thread's pulse. So a
-disk that does not answer counts as a hang, as in a run that waits.
+second wire. The next checkpoint waits for the one under way, so at most one copy is in memory beside the state. While a
+process waits for its thread, its pulse follows the thread's, so a disk that does not answer counts as a hang.
 
 Forked processes have no second wire: they write a checkpoint themselves, while training waits. A thread would compete
 with them for the machine's cores.

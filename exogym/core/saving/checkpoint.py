@@ -6,15 +6,14 @@ A checkpoint is a folder `step_<number>` with
     shared.safetensors                shared state: outer parameters, byte counts, the history
     run.json                          the run's description, counters, and SHA-256 of all files, run.json included
 
-Rows are stored by node id. Each process writes its own rows. So a run with other processes can read just the rows that
-it needs. A run writes the folder under a temporary name and then renames it, so a folder with the final name is
-complete. A run never replaces a checkpoint: the second checkpoint of a step is `step_<number>_<count>`. ExoGym never
-unpickles anything.
+Each process writes its own rows by node id, so a run with other processes can read just the rows that it needs. The
+folder is written under a temporary name and then renamed, so a folder with the final name is complete. A run never
+replaces a checkpoint: the second checkpoint of a step is `step_<number>_<count>`. ExoGym never unpickles anything.
 
-Hosts may share one folder, or each host has its own (see `keepers`). A host's own folder holds its processes' rows, the
-shared state, and a run.json that names the files of all hosts. Together, the hosts' folders of one step have the same
-contents as a shared folder. A host renames its folder only after all hosts have written theirs, and removes older
-checkpoints only after all have renamed. If a run is killed between two renames, the next run completes the renaming.
+Hosts may share one folder, or each host has its own (see `keepers`), with its processes' rows, the shared state, and a
+run.json that names the files of all hosts. Together, the hosts' folders of one step have the same contents as a shared
+folder. A host renames its folder only after all hosts have written theirs, and removes older checkpoints only after all
+have renamed. If a run is killed between two renames, the next run completes the renaming.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keepers: the processes that look after a run's checkpoint folders.
 
-All processes get the same path `save_dir`. This path is one folder that all hosts share, or a different folder on each
-host. A folder's keeper is the process with the lowest number that sees the folder. Only the keeper makes, renames and
-removes files there. If all processes see one folder, or are forks of one process, the keeper is the main process.
+The path `save_dir` is one folder that all hosts share, or a different folder on each host. A folder's keeper is the
+process with the lowest number that sees the folder, and alone makes, renames and removes files there. If all processes
+see one folder, or are forks of one process, the keeper is the main process.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Split tensors in a checkpoint: each process of a node writes its pieces, and any process can join all pieces.
 
-Beside each file of rows or shared state there are files `<file>.part-<j>.safetensors`, one for each process j of a
-node. Such a file holds the process's pieces of the split tensors. A piece has its tensor's name. The tensor "cut/<c>",
-of shape (m, 2), says where a piece belongs in the whole tensor. "cut/<c>" holds m ranges of elements of the last axes.
-The file's metadata gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run
-can resume with another split, or without a split.
+Beside each file of rows or shared state, a file `<file>.part-<j>.safetensors` has the pieces of each process j of a
+node, under their tensors' names. The tensor "cut/<c>", of shape (m, 2), says where a piece belongs in the whole tensor,
+as m ranges of elements of the last axes. The file's metadata gives the number c for each piece, and the shape of these
+axes. Reading joins the pieces, so a run can resume with another split, or without a split.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A run accepts a checkpoint on disk only if the run itself would save the same tensors at the checkpoint's step. Every
 row and the shared state have a mark: a hash of the step and of all names, shapes and dtypes. After loading, ExoGym
-saves the loop's state again, in memory, and compares names, shapes and dtypes. So no code needs a list of names.
+saves the loop's state again, in memory, and compares names, shapes and dtypes, so no code needs a list of names.
 """
 
 from __future__ import annotations

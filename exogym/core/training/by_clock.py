@@ -1,13 +1,13 @@
 """Asynchronous strategies: each node works at its own pace, and a server applies arriving updates.
 
-A push sends a node's update to the server. A pull sends the server's parameters to a node. Each island may have its
-own server, below a global server. Messages between these servers are called relays; the strategy makes what carries
-them (`ClockedStrategy.relays`).
+A push sends a node's update to the server, and a pull sends the server's parameters to a node. Each island may have its
+own server, below a global server. Relays are messages between these servers, which the strategy carries out
+(`ClockedStrategy.relays`).
 
 A step of the fleet is N local steps, each by the node that is next on the virtual clock. The fleet's step lasts until
 the next step's first local step, so it includes every push that arrives before that local step. Rounds continue across
-steps of the fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. A round's
-update depends only on the outer parameters (theta) that the node pulled. So the run's result has the same bits wherever
+steps of the fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. Because a
+round's update depends only on the outer parameters (theta) that the node pulled, results are bitwise identical wherever
 stretches end, and for all numbers of processes.
 """
 

@@ -1,13 +1,13 @@
 """Run one program per node, and carry out the collectives that the programs call.
 
-Each program has its own thread, but only one thread runs at any moment. A thread runs until its program calls a
-collective or returns; then the next thread runs. When all programs wait at the same collective, ExoGym carries out the
-collective on the stacked tensors, (rows, ...), and gives each program its row. So a strategy that is written for one
-node runs unchanged. All nodes use the same model object, and the result has the same bits each time. ExoGym carries out
-paired calls (send, recv, exchange) when all programs wait and the two partners have called each other.
+Each program has its own thread, which runs alone until its program calls a collective or returns; then the next thread
+runs. When all programs wait at the same collective, ExoGym carries it out on the stacked tensors, (rows, ...), and
+gives each program its row, so a strategy that is written for one node runs unchanged, on the same model object and with
+reproducible results. ExoGym carries out paired calls (send, recv, exchange) when all programs wait and the two partners
+have called each other.
 
-With several processes, each process tells the others where its nodes' programs wait (`Stand`). So all processes find
-the same collective and the same pairs, or raise the same error.
+With several processes, each process tells the others where its nodes' programs wait (`Stand`), so that all processes
+find the same collective and the same pairs, or raise the same error.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The order in virtual time of an asynchronous run's events: local steps, arrivals and pulls.
 
 In an arrival, a node's update reaches the server. In a pull, a node gets the server's parameters. A relay is a message
-between an island's server and the server above it.
+between an island's server and the server above it. A grace period is the time for which the server waits for more
+updates.
 
 The order depends only on the clock's settings, never on computed values, so every process computes the same order.
-Events are sorted by (time, kind, node). Among events at the same time, relays come first, then arrivals, then steps,
-and the end of a grace period last. A grace period is the time for which the server waits for more updates. The clock
-determines when a round ends. Within a round, all steps of a node count as equally long.
+Events are sorted by (time, kind, node). At the same time, relays come first, then arrivals, steps and the end of a
+grace period. The clock determines when a round ends. Within a round, all steps of a node count as equally long.
 """
 
 from __future__ import annotations

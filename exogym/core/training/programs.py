@@ -1,8 +1,7 @@
 """Train with a user's strategy: one instance per node, each with an ordinary model and the node's rank.
 
-With `stacked = True` one instance trains all rows. Its parameters have the shape (rows, *shape). Before the first
-training step, ExoGym tests this instance on random gradients. Training one row at a time must give the same parameters
-as training all rows together.
+With `stacked = True`, one instance trains all rows, with parameters of the shape (rows, *shape). Before the first
+training step, ExoGym tests on random gradients that one row at a time gives the same parameters as all rows together.
 """
 
 from __future__ import annotations

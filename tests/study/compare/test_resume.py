@@ -355,7 +355,7 @@ def test_processes_of_before_are_named_and_another_number_goes_on(
     assert main(["compare", "--resume", "--out", str(folder)]) == 2
     assert "processes='auto': it is retired: pass a number" in capsys.readouterr().err
     assert main(["compare", "--resume", "--out", str(folder), "--processes", "2"]) == 2  # the folder is a made-up one
-    assert "holds a comparison with other options" in capsys.readouterr().err
+    assert "contains a comparison with other options" in capsys.readouterr().err
 
 
 def test_a_task_of_ones_own_is_resumed_when_it_is_named_again(
