@@ -42,11 +42,11 @@ NEEDS = {
     "data": ("dataset", "own_task"), "device": ("flops", "parameters"), "skew": ("parameters",),
     "library": ("network",),
 }  # at least one of them  # fmt: skip
-_SIZE = "{} and {} both give the model's size"
+_SIZE = "{} and {} both set the model's size"
 APART = [  # options that exclude each other, and why
     ("dataset", "own_task", "{} and {} both name a task"), ("parameters", "dataset", _SIZE),
-    ("parameters", "own_task", _SIZE), ("step_seconds", "flops", "{} and {} both give a step's time"),
-    ("step_seconds", "device", "{} and {} both give a step's time"),
+    ("parameters", "own_task", _SIZE), ("step_seconds", "flops", "{} and {} both set a step's time"),
+    ("step_seconds", "device", "{} and {} both set a step's time"),
 ]  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def advise(
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Steps per node that your run would take with DDP. [default: the task's, or {STEPS}; if no step is "
-            "given, 20 tokens per parameter]"
+            help=f"Steps per node that your run would take with DDP. [default: the task's, or {STEPS}; if no step time "
+            "is set, 20 tokens per parameter]"
         ),
     ] = None,
     skew: Annotated[
@@ -145,7 +145,7 @@ def advise(
             raise ArgumentError(f"{name}={number} must be a whole number of at least 1")
     if own_task is not None:
         if ":" not in own_task:
-            raise ArgumentError(f"--task={own_task!r} should be module:function; --dataset takes {', '.join(DATASETS)}")
+            raise ArgumentError(f"--task={own_task!r} must be module:function; --dataset accepts {', '.join(DATASETS)}")
         sys.path.insert(0, os.getcwd())  # so that the user's module is found
     elif dataset is not None:
         check_dataset(dataset)

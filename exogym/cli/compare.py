@@ -219,7 +219,7 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
     before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
         raise ArgumentError(
-            f"--out {out} holds a comparison that was started from Python: continue it in Python with resume=True"
+            f"--out {out} contains a comparison that was started from Python: resume it in Python with resume=True"
         )
     asked = {name for name in given if not is_open(OPTION.get(name, name))}
     outside = named_again(before)
@@ -229,21 +229,21 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
             same = f"--{option} {shlex.quote(str(before[name]))}"
             what = "code" if name == "problem" else "a file"
             raise ArgumentError(
-                f"--out {out} names {what} outside the folder: {same}. ExoGym loads nothing because a folder says so: "
-                f"if you trust it, give {same} again"
+                f"the comparison in --out {out} uses {what} outside the folder, which ExoGym does not load on "
+                f"its own: if you trust it, pass {same} again"
             )
         if name in asked and (name in outside or name != "network") and now != before.get(name):
             was = f"--{option} {before[name]}" if before.get(name) else f"no --{option}"
             raise ArgumentError(
-                f"--{option} {now}: the comparison in --out {out} had {was}: give the same, or another folder without "
-                "--resume"
+                f"--{option} {now}: the comparison in --out {out} had {was}: pass the same value, or another folder "
+                "without --resume"
             )
     taken = {name: before[name] for name in given if name in before and name not in asked}
     for name, value in taken.items():
         if not (_is_plain(value) or (name in LISTS and isinstance(value, list) and all(map(_is_plain, value)))):
             raise ArgumentError(
                 f"--out {out}: {name} is neither text nor a number: if this comparison was started from Python, "
-                "continue it in Python with resume=True"
+                "resume it in Python with resume=True"
             )
     return taken
 

@@ -235,7 +235,7 @@ REFUSED: tuple[Refused, ...] = (
     Refused("trace", "planned faults", "both decide which nodes are absent", "pass only one of them"),
     Refused(
         "trace",
-        "a server that asks nobody",
+        "a server that samples no clients",
         "a trace lists the clients that a server can sample",
         "use a federated strategy such as FedAvg with client_fraction under 1, or plan faults with absent= or "
         "drop_rate=",

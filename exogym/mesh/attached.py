@@ -179,8 +179,8 @@ class Shards:
         if told != [list(range(k - k % size, k - k % size + size)) for k in range(world)] or world % size:
             nodes = sorted({tuple(one) for one in told})
             raise ArgumentError(
-                f"the nodes' processes are {nodes[:4]}: every node needs equally many consecutive processes, as "
-                "init_device_mesh(device, (nodes, processes), mesh_dim_names=('node', 'shard'))['shard'] gives"
+                f"the nodes' processes are {nodes[:4]}: every node needs the same number of consecutive ranks; build "
+                "the mesh with init_device_mesh(device, (nodes, processes), mesh_dim_names=('node', 'shard'))['shard']"
             )
         return MeshWire([[k] for k in range(world // size)], [NodeMesh(shard=size)] * (world // size))
 

@@ -267,7 +267,7 @@ class Strategy(OneNode):
         if self.driven_by == "programs" and self.stacked:
             found["stacked"] = f"{name}, which is stacked"
         if not self.clients.asks_clients:
-            found["a server that asks nobody"] = f"{name}, which does not sample clients"
+            found["a server that samples no clients"] = f"{name}, which does not sample clients"
         if self.needs_gradients:
             found["gradients at every step"] = f"{name}, whose nodes synchronize at every step"
         if not self.weighted_means:

@@ -49,7 +49,7 @@ def _of_study(saved: Mapping[str, Any], tasks: Sequence[str], notes: list[str]) 
     if isinstance(seeds, list):
         given["seeds"] = len(seeds)
         if seeds != list(range(len(seeds))):
-            notes.append(f"It had the seeds {', '.join(map(str, seeds))}; the form takes their number.")
+            notes.append(f"It had the seeds {', '.join(map(str, seeds))}; the form sets only their number.")
     if isinstance(problem, str) and (problem in tasks or ":" in problem):
         given["dataset"] = problem
     else:

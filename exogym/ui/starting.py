@@ -107,11 +107,13 @@ class Starter:
         """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds."""
         words = [command, *self.arguments(command, options), "--estimate", f"--out={self.top}"]
         if not self._estimating.acquire(blocking=False):
-            raise ArgumentError("another estimate is under way: wait until it has ended")
+            raise ArgumentError("another estimate is running: wait until it ends")
         try:
             status, output, errors = self._apart.run(words, ESTIMATE_S)
         except subprocess.TimeoutExpired:
-            raise ArgumentError(f"the trial took over {ESTIMATE_S:g} s: lower the nodes or the batch size") from None
+            raise ArgumentError(
+                f"the trial took over {ESTIMATE_S:g} s: use fewer nodes or a smaller batch size"
+            ) from None
         finally:
             self._estimating.release()
         if status:
@@ -178,7 +180,7 @@ class Starter:
         if not isinstance(saved, dict):
             return self._run_again(path, about)
         if not _asked_by_command(about):
-            raise ArgumentError(f"{path.name} was started from Python: continue it in Python with resume=True")
+            raise ArgumentError(f"{path.name} was started from Python: resume it in Python with resume=True")
         command, options = itemgetter("command", "options")(self.again(path))
         words = self.arguments(command, options | {"dataset": saved["problem"]})
         return self._begin(command, ["-m", "exogym", command, *words, f"--out={path}", "--resume"])
@@ -188,10 +190,10 @@ class Starter:
         if path.parent != self.top:
             raise ArgumentError(f"{path.name} is part of {path.parent.name}: resume {path.parent.name}")
         if read_status(path).get("state") == "done":
-            raise ArgumentError(f"{path.name} has trained all its steps: there is nothing to resume")
+            raise ArgumentError(f"{path.name} has trained all its steps and can't be resumed")
         found = folder_of(about)
         if found is None:
-            raise ArgumentError(f"{path.name} has no script to start: continue it from Python with resume=True")
+            raise ArgumentError(f"{path.name} has no script to start: resume it in Python with resume=True")
         if not self.allow_code:
             raise CannotStart(
                 f"{path.name} belongs to a script, which is code: start exogym ui with --allow-code to allow it"
@@ -203,7 +205,7 @@ class Starter:
         """Ask the process of the run, comparison or sweep in the folder `path` to stop. Return the process's id."""
         kind, process = _process(path)
         if process is None or is_alive(process) is not True:
-            raise ArgumentError(f"{path.name} is not running on this machine: there is nothing to stop")
+            raise ArgumentError(f"{path.name} is not running on this machine, so it can't be stopped here")
         pid = int(process["pid"])
         os.kill(pid, signal.SIGINT if kind == "sweep" else signal.SIGTERM)
         return pid

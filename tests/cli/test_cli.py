@@ -101,7 +101,7 @@ def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
     assert [path.name.startswith("my-task-1-") for path in (folder / "runs").iterdir()] == [True]
     (made,) = (folder / "runs").iterdir()
     unsaid = python(exogym, "compare", "--resume", "--out", made)
-    assert unsaid.returncode == 2 and "give --dataset own_cli_task:make" in unsaid.stderr
+    assert unsaid.returncode == 2 and "pass --dataset own_cli_task:make" in unsaid.stderr
     again = python(exogym, "compare", "--resume", "--out", made, "--dataset", "own_cli_task:make")
     assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
 
@@ -298,7 +298,7 @@ def test_advice_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 WORSE = {
     "nothing": (["--network", "wifi"], "the model's size (--parameters 124M) or a task (--dataset NAME)"),
-    "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters and --dataset both give the model's size"),
+    "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters and --dataset both set the model's size"),
     "no network": (
         ["--parameters", "1M"],
         "missing: the network (--network wifi); the number of nodes (--nodes 4)",
@@ -322,7 +322,7 @@ WORSE = {
     ),
     "step": ([*FLEET[1:], "--step-seconds", "soon"], "step_seconds='soon'"),
     "step and work": ([*FLEET[1:], "--flops", "1e12"], "give only one"),
-    "device without work": ([*FLEET[1:], "--device", "h100"], "--step-seconds and --device both give a step's time"),
+    "device without work": ([*FLEET[1:], "--device", "h100"], "--step-seconds and --device both set a step's time"),
     "device": (
         ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--flops", "1T", "--device", "h10"],
         "'h100'",

@@ -100,7 +100,7 @@ class Lock:
             other = _holder(self.path)
             who = "nobody" if other is None else f"process {other.pid} on {other.host}"
             raise OSError(
-                f"this run has lost its folder, which {who} holds now, because the run was silent for over "
+                f"this run has lost its folder, which {who} has locked now, because the run was silent for over "
                 f"{STALE_S:g} s or {self.path.name} was removed. It stops writing there, so that the runs don't mix"
             )
 

@@ -73,7 +73,7 @@ def _names(text: str, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] 
     beside = "" if loss_fn is None else " beside the targets"
     said = f"a batch has the keys {keys}{beside}, and forward takes the arguments {taken}: "
     if not lacking:
-        return f"{said}leave {more} out of the examples, or give forward **kwargs"
+        return f"{said}remove {more} from the examples, or add **kwargs to forward"
     return f"{said}rename the keys, or the arguments, so that forward gets {lacking}"
 
 
@@ -101,10 +101,10 @@ def _out_of_range(
         if isinstance(out, Tensor) and targets is not None and out.dim() == targets.dim() + 1:
             classes = out.shape[1]
             range_ = f"the model's output has shape {tuple(out.shape)}: {classes} classes, 0 to {classes - 1}"
-            remedy = f"give the last layer at least {int(found) + 1} outputs" if int(found) > 0 else ""
+            remedy = f"use at least {int(found) + 1} outputs in the last layer" if int(found) > 0 else ""
         else:
             range_, remedy = "the model has fewer classes", ""
-        remedy = remedy or "give the last layer an output for each class"
+        remedy = remedy or "use one output per class in the last layer"
         return f"a target is {found}, and {range_}: {remedy}, or number the classes of the data set from 0"
     if "index out of range in self" in text:
         asked, indices = _asked(error)
@@ -120,7 +120,7 @@ def _out_of_range(
                     given, remedy = f"the data contain the number {wrong}", "correct the data"
                     if not is_data:
                         given = f"the model looks up row {wrong}, which it computed"
-                        remedy = "give shorter examples if rows are positions"
+                        remedy = "use shorter examples if rows are positions"
                     return (
                         f"{given}, but the embedding {name!r} has rows 0 to {rows - 1}: make it larger, "
                         f"nn.Embedding({max(wrong + 1, rows)}, ...), or {remedy}"

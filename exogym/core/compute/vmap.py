@@ -141,7 +141,7 @@ class Vmap(Loop):
         fleet = self.worker.fleet
         if more := beside_tensors(batches[0]):
             raise ModelError(
-                f"compute='vmap' cannot train this model: its batches hold more than tensors ({described(more[0])}); "
+                f"compute='vmap' cannot train this model: its batches have more than tensors ({described(more[0])}); "
                 "use compute='loop'"
             )
         here = _index(rows, self.worker.device)

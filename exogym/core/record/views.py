@@ -68,5 +68,5 @@ def _numbers(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     steps, values = history.column(name)
     if values.dtype == object or not len(values):
         what = "text" if len(values) else "no value of the averaged model"
-        raise ArgumentError(f"column {name!r} holds {what} and cannot be drawn: pass a column of numbers")
+        raise ArgumentError(f"column {name!r} contains {what} and cannot be drawn: pass a column of numbers")
     return steps, values

@@ -217,8 +217,8 @@ def load_newest(
             apart = apart or name * lacks_rows
     if complaints:
         advice = apart and (
-            "\nWithout a shared file system each host holds only its own nodes' rows. Resume with the same hosts in "
-            "the same order, or copy the checkpoint's files together on each host, as by "
+            "\nWithout a shared file system, each host has only its own nodes' rows. Resume with the same hosts in "
+            "the same order, or copy the checkpoint's files together on each host, for example with "
             f"rsync -a OTHER_HOST:FOLDER/{apart}/ FOLDER/{apart}/"
         )
         raise CheckpointError(

@@ -228,10 +228,10 @@ def _rows(file: Path, wants: Callable[[int], bool]) -> dict[int, dict[str, Tenso
         for key in opened.keys():  # noqa: SIM118 - not a dict
             number, slash, name = key.partition("/")
             if not slash or not (number.isascii() and number.isdigit()) or str(int(number)) != number:
-                raise CheckpointError(f"{file} holds {key!r}, which belongs to no node")
+                raise CheckpointError(f"{file} contains {key!r}, which belongs to no node")
             rank = int(number)
             if rank not in span:
-                raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")
+                raise CheckpointError(f"{file} contains {key!r}, of a node that is not in {file.name}")
             seen.add(rank)
             if wants(rank):
                 found.setdefault(rank, {})[name] = opened.get_tensor(key)

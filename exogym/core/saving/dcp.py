@@ -467,7 +467,7 @@ def _check_pieces(index: Metadata, folder: Path, names: Collection[str]) -> None
             end = 0
             for offset, length, name in sorted(pieces):
                 if offset < end or length < 0:
-                    raise CheckpointError(f"{folder / INDEX} gives {name!r} bytes of another tensor in {file}")
+                    raise CheckpointError(f"{folder / INDEX} assigns to {name!r} bytes of another tensor in {file}")
                 end = offset + length
                 if name in names:
                     opened.seek(offset)

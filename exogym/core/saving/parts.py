@@ -123,7 +123,7 @@ def _described(file: Path) -> Iterator[tuple[Key, _Piece]]:
         for key, (number, shape, axes) in told.items():
             node, slash, name = key.partition("/") if nodes is not None else ("", "", key)
             if nodes is not None and (not slash or str(int(node)) != node or int(node) not in nodes):
-                raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")
+                raise CheckpointError(f"{file} contains {key!r}, of a node that is not in {file.name}")
             given, ranges = opened.get_slice(key), cuts[CUT + number]
             sides = tuple(given.get_shape())
             if not all(type(x) is int and x >= 0 for x in (axes, *shape)) or axes > len(sides):
@@ -156,9 +156,9 @@ def _check_whole(name: str, pieces: Sequence[_Piece]) -> None:
 
 def _ranges(ranges: Tensor, file: Path) -> list[list[int]]:
     if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1:] != (2,):
-        raise CheckpointError(f"{file} holds invalid ranges")
+        raise CheckpointError(f"{file} contains invalid ranges")
     if bool((ranges[:, 0] >= ranges[:, 1]).any()) or bool((ranges < 0).any()):
-        raise CheckpointError(f"{file} holds invalid ranges")
+        raise CheckpointError(f"{file} contains invalid ranges")
     if bool((ranges[1:, 0] < ranges[:-1, 1]).any()):
-        raise CheckpointError(f"{file} holds overlapping ranges")
+        raise CheckpointError(f"{file} contains overlapping ranges")
     return ranges.tolist()

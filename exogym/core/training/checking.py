@@ -99,7 +99,7 @@ def _check_values(options: FitOptions) -> None:
         )
     for callback in options.callbacks:
         if not callable(callback):
-            raise ArgumentError(f"callbacks: {callback!r} cannot be called: pass a function that takes the loop")
+            raise ArgumentError(f"callbacks: {callback!r} is not callable: pass a function that takes the loop")
 
 
 def _check_counts(options: FitOptions) -> None:

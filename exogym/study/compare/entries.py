@@ -85,7 +85,7 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
         if labels.count(label) > 1:
             raise ArgumentError(f"strategies={','.join(labels)!r} contains {label!r} twice: pass each strategy once")
     if not any(labels):
-        raise ArgumentError(f"strategies={strategies!r} names no strategy: pass for example 'ddp,diloco'")
+        raise ArgumentError(f"strategies={strategies!r} contains no strategy: pass, for example, 'ddp,diloco'")
     return {label: label for label in labels}
 
 

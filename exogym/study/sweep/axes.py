@@ -94,7 +94,7 @@ def _values(name: str, given: Any) -> list[str] | Range:
         raise ArgumentError(f"sweep: {name}={given!r} must be a list of values, such as [5, 10]")
     values = [as_text(value) for value in given]
     if not values or "" in values or len(set(values)) < len(values):
-        raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, such as {name}=5,10")
+        raise ArgumentError(f"sweep: {name}={','.join(values)!r} must be different values, such as {name}=5,10")
     return values
 
 

@@ -200,7 +200,7 @@ def test_batches_with_texts_are_refused():
     trainer = LocalTrainer(WithText(), data, loss_fn=nn.functional.cross_entropy)
     options = {"num_nodes": 2, "max_steps": 3, "batch_size": 2}
     trainer.fit(STRATEGIES["fedavg"](), **options)
-    with pytest.raises(ModelError, match=r"batches hold more than tensors \(str\)"):
+    with pytest.raises(ModelError, match=r"batches have more than tensors \(str\)"):
         trainer.fit(STRATEGIES["fedavg"](), **options, compute="vmap")
 
 
