@@ -1,4 +1,4 @@
-"""All errors that ExoGym raises on purpose, and functions that check arguments.
+"""ExoGym's own errors, and functions that check arguments.
 
     ExoGymError
     ├── ArgumentError    a wrong, unknown or misspelled argument     (also a ValueError and a TypeError)
@@ -47,7 +47,10 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 
 
 class ExoGymError(Exception):
-    """Base class of all errors that ExoGym raises on purpose."""
+    """Base class of ExoGym's own errors.
+
+    Retired names and missing packages are an ImportError, and methods to override a NotImplementedError, as in Python.
+    """
 
 
 class ArgumentError(ExoGymError, ValueError, TypeError):

@@ -67,7 +67,7 @@ def advise(
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"Task whose model to use; a step is measured on this machine. {', '.join(DATASETS)}."
+            metavar="NAME", help=f"Use this task's model, and time a step of it here. One of {', '.join(DATASETS)}."
         ),
     ] = None,
     own_task: Annotated[

@@ -54,7 +54,7 @@ class Document:
 
 
 class TextBlocks(BulkDataset):
-    """Blocks of tokens. Example i is (x, y): the block without its last token, and without its first token.
+    """Blocks of tokens. Example i is (x, y): x is block i without its last token, and y is block i without its first.
 
     The tokens are in memory as int32, and blocks share no token.
 

@@ -18,7 +18,7 @@ class CharGPT(nn.Module):
 
     Given tokens x, h_0 = E[x] + Q, where E embeds tokens and Q positions. Each of L layers computes h <- h +
     Attn(LN(h)) and then h <- h + W_2 gelu(W_1 LN(h)), where LN is layer normalization and W_1, W_2 are the layer's MLP.
-    The result is logits = LN(h_L) E^T.
+    The output is the logits, LN(h_L) E^T.
 
     E is also the head (Press & Wolf 2017), so its parameters count once: P = V d + T d + L (12 d^2 + 2 d) + d. Linear
     layers have no bias, and LN has only a gain. Weights are initialized from a normal distribution with the standard

@@ -244,7 +244,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
     Args:
         p_sparta, compression_method, quantization_bits: arguments of SPARTA; see `SPARTAStrategy`.
-        sparta_interval: steps between two of SPARTA's averages.
+        sparta_interval: steps between SPARTA's averages.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: arguments of DiLoCo; see
             `DiLoCoStrategy`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.

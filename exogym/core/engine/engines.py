@@ -170,7 +170,7 @@ def local_device(device: str | torch.device) -> str | torch.device:
 
 
 class Alone:
-    """The engine that runs in this process alone, which holds all rows."""
+    """The engine for a single process, which has all rows."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 

@@ -25,7 +25,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis of a parameter
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a row: columns `start` to `stop`, seen as a tensor of shape `shape`.
+    """The location of one parameter in a row: columns `start` to `stop`, viewed as a tensor of shape `shape`.
 
     Attributes:
         box: the elements of the parameter in this row, as a range (start, stop) for each axis, or None for all

@@ -302,9 +302,9 @@ def _refuse_ignored(strategy: Strategy) -> None:
         value = own.get(attribute)
         if value and value != strategy.inner.lr_scheduler:
             raise StrategyError(
-                f"{name} sets self.{attribute}={value!r}, but nodes use the schedule of super().__init__(), "
-                f"{strategy.inner.lr_scheduler!r}: call super().__init__(lr_scheduler='cosine', warmup_steps=10), for "
-                "example, and remove the attribute"
+                f"{name} sets self.{attribute}={value!r}, but nodes use the schedule given to super().__init__(), "
+                f"{strategy.inner.lr_scheduler!r}: pass it there, as in super().__init__(lr_scheduler='cosine', "
+                "warmup_steps=10), and remove the attribute"
             )
 
 

@@ -59,7 +59,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
-    """Return the reduction of all processes' tensors by `op` on process `dst`, and None on the other processes."""
+    """Reduce all processes' tensors with `op`. Return the result on process `dst`, and None on the others."""
     with _call("reduce", tensor, dst, op=op) as note:
         x = note.copy()
         dist.reduce(x, dst, bare.SENT_AS[note.operation])

@@ -159,7 +159,7 @@ class HostsConfig:
             value = json.loads(text, object_pairs_hook=lambda pairs: _once(name, pairs))
         except json.JSONDecodeError as error:
             raise ArgumentError(
-                f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
+                f"{name}: invalid JSON at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
         except (ValueError, RecursionError) as error:  # numbers with thousands of digits, endlessly nested lists
             raise ArgumentError(f"{name}: unreadable JSON ({error}); expected {EXAMPLE}") from None

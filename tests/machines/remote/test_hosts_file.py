@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"cannot be read .*: write one, such as"):
         HostsConfig.load(path)
     for text, message in (
-        ("{", "hosts.json: not JSON, at line 1"),
+        ("{", "hosts.json: invalid JSON at line 1"),
         ("[]", "hosts.json must hold an object .*, not list"),
         ('{"master": "a", "master": "b"}', "'master' occurs twice"),
     ):

@@ -263,7 +263,8 @@ class Recovery:
         if unlike:
             lines = "\n  ".join(unlike)
             raise ModelError(
-                f"the script here differs from the other processes' script, which has the saved values:\n  {lines}"
+                "this process's values (now) differ from the other processes' values (saved): run the same script on "
+                f"every host\n  {lines}"
             )
         with torch.no_grad():
             for name, x in self._constants().items():
