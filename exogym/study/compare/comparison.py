@@ -44,7 +44,7 @@ class Comparison:
     Attributes:
         heading: one line about the training.
         finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
-            network and the lowest final loss, and which of these results are undecided, because their seeds overlap.
+            network and the lowest final loss, and which of these results the seeds leave undecided.
         rows: a dict per strategy with the columns of summary.csv. `<name>_std` is the standard deviation across seeds.
         histories: a dict from (strategy as written, seed) to the run's `History`.
         description: the options and the machine, as JSON values; enough to repeat the comparison.
@@ -102,8 +102,9 @@ class Comparison:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text. Values are mean ± standard deviation across seeds.
 
-        With a network, the last columns are the predicted seconds to the end, the nodes' share of waiting time, and the
-        seconds to the target loss. Without a network, the last column is this machine's examples per second.
+        The last column has notes. With a network, the columns before it are the predicted seconds to the end, the
+        nodes' share of waiting time, and the seconds to the target loss; without a network, it is this machine's
+        examples per second.
         """
         headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
