@@ -2,11 +2,13 @@
 
 All kinds of links have the same methods, which accept one id or an array of ids:
 
-- `link(i, j)`: the link from i to j. - `crowd(i, j)`: how many messages share a message's narrowest line if all
-messages from i to j start at the same time. - `line(i)`: node i's own connection (its line), which all its messages
-share. - `outside(i)`: the link to a server, which is not a node. - `near(i)`: the link to a server in node i's own
-island. - `connection(i, near)`: the highest rate of one connection to such a server, however fast the lines are. -
-`slowest(ids)`: the slowest link if each of the nodes sends to another one of them at the same time.
+- `link(i, j)`: the link from i to j.
+- `crowd(i, j)`: how many messages share a message's narrowest line if all messages from i to j start at the same time.
+- `line(i)`: node i's own connection (its line), which all its messages share.
+- `outside(i)`: the link to a server, which is not a node.
+- `near(i)`: the link to a server in node i's own island.
+- `connection(i, near)`: the highest rate of one connection to such a server, however fast the lines are.
+- `slowest(ids)`: the slowest link if each of the nodes sends to another one of them at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
 """
