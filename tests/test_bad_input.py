@@ -138,7 +138,7 @@ FIT = {
     "strategy name": ({"strategy": "diloco"}, ArgumentError, "strategy='diloco' is not .*parse_strategy"),
     "callback": ({"callbacks": EvaluateNodes}, ArgumentError, "must be a list of functions"),
     "callback text": ({"callbacks": "x"}, ArgumentError, "callbacks='x' must be a list of functions"),
-    "callback 3": ({"callbacks": [3]}, ArgumentError, "callbacks: 3 cannot be called"),
+    "callback 3": ({"callbacks": [3]}, ArgumentError, "callbacks: 3 is not callable"),
     "checkpoints nowhere": ({"checkpoint_interval": 5}, ArgumentError, "checkpoint_interval=5 needs save_dir"),
     "resume nowhere": ({"resume": True}, ArgumentError, "resume=True needs save_dir"),
     "save_dir": ({"save_dir": 7}, ArgumentError, "save_dir=7 must be the path"),

@@ -27,7 +27,7 @@ class Places:
         mesh: the node's mesh.
         layouts: the whole row's layouts, one per block of the fleet.
         axes: {name: axis} for the parameters that the tensor split cuts.
-        stages: {name: the stages that hold the parameter, ascending}. Other parameters are in the first stage only.
+        stages: {name: its stages, ascending}. Other parameters are in the first stage only.
     """
 
     def __init__(

@@ -223,7 +223,7 @@ def test_what_a_node_of_processes_cannot_be_is_refused(tmp_path):
         refused("but each process is a whole node", whole, node=None, error=ModelError)
         refused("node=3 must be", whole, node=3)
         refused("expected a mesh with one axis", whole, node=mesh)
-        refused("equally many consecutive processes", whole, node=mesh["node"])
+        refused("same number of consecutive ranks", whole, node=mesh["node"])
         refused("not sharded, so each process", line(), error=ModelError)
         part = nn.Sequential(fully_shard(nn.Linear(4, 4), mesh=own), nn.Linear(4, 4))
         refused("'1.weight' is not sharded", part, error=ModelError)

@@ -301,7 +301,7 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [
-        ([], "give --task"),
+        ([], "pass --task"),
         (["--task", "digit"], "did you mean 'digits'"),
         (["--task", "digits", "--hosts", "one.json"], "only one computer"),
         (["--task", "digits", "--hosts", "torn.json"], "not JSON"),

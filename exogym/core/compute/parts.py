@@ -126,7 +126,7 @@ class Trials:
         self._is_possible = True
 
     def see(self, batch: Any) -> None:
-        """Count a step, and try examples of its batch if due. Raise ModelError if the loss is not a mean of parts."""
+        """Count a step, and try examples of its batch if due. Raise ModelError if its loss is no mean."""
         if self.worker.at[0] < 0:  # `check_split` compares the gradients of this batch
             return
         self.steps += 1

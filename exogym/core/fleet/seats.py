@@ -164,7 +164,7 @@ class Seats:
         self.working: list[int] = []
 
     def take(self, working: Sequence[int], also: Sequence[int] = ()) -> None:
-        """Give each node in `working` (which act next) and `also` a row. The working nodes are divided evenly."""
+        """Give a row to each node in `working`, which act next, and `also`. Divide the working nodes evenly."""
         wire, needed = self.fleet.comm.wire, {*working, *also}
         self._turn += 1
         self._last = {i: self._last.get(i, 0) for i in wire.owner} | dict.fromkeys(needed, self._turn)

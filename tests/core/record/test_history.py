@@ -319,11 +319,11 @@ def test_plot_draws_the_averaged_model(history: History) -> None:
     assert losses._repr_png_().startswith(b"\x89PNG")
     above, below = history.plot("val_loss", "correlation", against="tx_bytes").axes
     assert above.lines[0].get_xdata().tolist() == [0.0, 22.0] and below.get_xlabel() == "tx_bytes"
-    for wrong, message in ((("val_los",), "did you mean 'val_loss'"), (("val_accuracy",), "holds no value")):
+    for wrong, message in ((("val_los",), "did you mean 'val_loss'"), (("val_accuracy",), "contains no value")):
         with pytest.raises(ArgumentError, match=message):
             history.plot(*wrong)
     history.add_evaluation(3, 0, {"note": "text"})
-    with pytest.raises(ArgumentError, match="'note' holds text"):
+    with pytest.raises(ArgumentError, match="'note' contains text"):
         history.plot("note")
     with pytest.raises(ArgumentError, match="no loss to draw"):
         History().plot()

@@ -436,7 +436,7 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"lr": -1.0}, "lr=-1.0"),
         ({"strategies": "ddp,sngle"}, "did you mean 'single'"),
         ({"strategies": "ddp,ddp"}, "contains 'ddp' twice"),
-        ({"strategies": ()}, "names no strategy"),
+        ({"strategies": ()}, "contains no strategy"),
         ({"partitioner": "shard:2"}, "did you mean 'shards'"),
         ({"partitioner": 1.5}, "partitioner=1.5 is not a Partitioner"),
         ({"partitioner": 0}, "partitioner=0 is not a Partitioner"),

@@ -369,14 +369,14 @@ def test_a_task_of_ones_own_is_resumed_when_it_is_named_again(
     done = compare("my_own_task:make", "ddp", out="runs", max_steps=2, seeds=1, num_nodes=2, device="cpu")
     assert resume_command("runs/x", done.description["arguments"]).endswith(" --dataset my_own_task:make")
     again = ["compare", "--resume", "--out", str(done.folder)]
-    assert main(again) == 2 and "names code outside the folder" in capsys.readouterr().err
+    assert main(again) == 2 and "uses code outside the folder" in capsys.readouterr().err
     assert main([*again, "--dataset", "my_own_task:make"]) == 0
     assert main([*again, "--dataset", "digits"]) == 2 and "had --dataset my_own_task:make" in capsys.readouterr().err
     ours = compare("digits", "ddp", out="runs", max_steps=2, seeds=1, num_nodes=2, device="cpu")
     assert main(["compare", "--resume", "--out", str(ours.folder)]) == 0  # ExoGym's own task needs no name
     capsys.readouterr()
     assert main(["compare", "--resume", "--out", str(ours.folder), "--dataset", "my_own_task:make"]) == 2
-    assert "had --dataset digits: give the same" in capsys.readouterr().err
+    assert "had --dataset digits: pass the same value" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["ddp-seed-0", "ddp-seed-0/checkpoints", "run.json"])
