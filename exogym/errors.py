@@ -49,7 +49,8 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 class ExoGymError(Exception):
     """Base class of ExoGym's own errors.
 
-    Retired names and missing packages are an ImportError, and methods to override a NotImplementedError, as in Python.
+    Retired names, and adapters whose library is not installed, raise ImportError, and methods to override raise
+    NotImplementedError.
     """
 
 

@@ -115,8 +115,8 @@ def advise(
     steps: Annotated[
         int | None,
         typer.Option(
-            help=f"Steps per node that your run would take with DDP. [default: the task's, or {STEPS}; if no step time "
-            "is set, 20 tokens per parameter]"
+            help=f"Steps per node that your run would take with DDP. [default: the task's, or {STEPS}; without a step "
+            "time or --flops, 20 tokens per parameter]"
         ),
     ] = None,
     skew: Annotated[

@@ -1,8 +1,8 @@
 """Run inner optimizers that need whole tensors, when each process of a node has a part of every parameter.
 
-In every step, each process receives the same whole parameters and their gradients, its optimizer steps them, and it
-sends the results back. With k processes and P parameters of b bytes, a process sends about (k-1)/k^2 b P bytes three
-times per step.
+In every step, each process receives its share of whole parameters (always the same ones) and their gradients, its
+optimizer steps them, and it sends the results back. With k processes and P parameters of b bytes, a process sends about
+(k-1)/k^2 b P bytes three times per step.
 """
 
 from __future__ import annotations
