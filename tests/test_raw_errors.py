@@ -128,8 +128,8 @@ MISTAKES = {  # model, data, loss_fn; message
     "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, but loss_fn=.* needs"),
     "classes": (
         linear, TensorDataset(X, Y * 3), CE,
-        r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: give the last layer "
-        "at least 4 outputs",
+        r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: use "
+        "at least 4 outputs in the last layer",
     ),
     "a class late": (linear, [(X[i], i // 15 * 5) for i in range(16)], CE, "a target is 5, and the model"),
     "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, but the embedding 'table' has rows 0 to 3"),
@@ -145,10 +145,10 @@ MISTAKES = {  # model, data, loss_fn; message
     "a batch": (linear, TakesAt13(), CE, r"failed at indices .*, examples of node 1: KeyError: 'label'"),
     "a key": (
         linear, [{"input": x, "y": y, "id": 0} for x, y in zip(X, Y, strict=True)], CE,
-        r"the keys \['input', 'id'\] beside the targets, and forward takes .*\['input'\]: leave \['id'\] out",
+        r"the keys \['input', 'id'\] beside the targets, and forward takes .*\['input'\]: remove \['id'\] from the",
     ),
     "a key of the model's own loss": (
-        Positions, [{"idx": y[None], "targets": y[None], "id": 0} for y in Y], None, r"leave \['id'\] out",
+        Positions, [{"idx": y[None], "targets": y[None], "id": 0} for y in Y], None, r"remove \['id'\] from",
     ),
     "another key": (
         linear, [{"inputs": x, "y": y} for x, y in zip(X, Y, strict=True)], CE, r"so that forward gets \['input'\]",

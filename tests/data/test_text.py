@@ -90,7 +90,7 @@ def test_a_missing_folder_and_wrong_options_are_refused(tmp_path: Path) -> None:
         texts(tmp_path / "nowhere", letters)
     with pytest.raises(DataError, match="is not a text: expected a file that ends in"):
         texts(write(tmp_path, a_pdf="x") / "a.pdf", letters)
-    with pytest.raises(ArgumentError, match="'split': it is retired: rename the parts"):
+    with pytest.raises(ArgumentError, match="'split': it is retired: name the parts by folders"):
         texts(tmp_path, letters, split="blocks")
     with pytest.raises(ArgumentError, match="block_size=0"):
         texts(tmp_path, letters, block_size=0)

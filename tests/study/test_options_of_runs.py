@@ -134,7 +134,7 @@ def test_they_can_be_swept(seen: list[dict[str, Any]]) -> None:
     assert len({row["val_loss"] for row in result.rows}) == 4
     sweep("digits", ["overlap=true,false"], strategy="ddp", processes=1, placement=Placement(hang_s=9.0), **SMALL)
     assert [(given["overlap"], given["hang_s"]) for given in seen[4:]] == [(True, 9.0), (False, 9.0)]
-    with pytest.raises(ArgumentError, match="shuffle='no' should be true or false"):
+    with pytest.raises(ArgumentError, match="shuffle='no' must be true or false"):
         sweep("digits", ["shuffle=no"], **SMALL)
 
 

@@ -111,9 +111,9 @@ def test_cells_of_a_sweep_read_by_themselves() -> None:
 def test_what_needs_positions_is_refused_before_training(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"partitioner": "iid"}, "a partitioner needs all examples at once"),
-        ({"strategies": "ddp,async_diloco"}, r"async_diloco: .*so the examples of slow nodes.*take no factory"),
-        ({"strategies": "ddp,fedavg:client_fraction=0.5"}, r"fedavg:client_fraction=0.5: .*take no factory"),
-        ({"strategies": "ddp,fedavg:local_epochs=1"}, r"local_epochs=1: .*take no factory"),
+        ({"strategies": "ddp,async_diloco"}, r"async_diloco: .*so the examples of slow nodes.*accept no factory"),
+        ({"strategies": "ddp,fedavg:client_fraction=0.5"}, r"fedavg:client_fraction=0.5: .*accept no factory"),
+        ({"strategies": "ddp,fedavg:local_epochs=1"}, r"local_epochs=1: .*accept no factory"),
         ({"dataloader_kwargs": {"num_workers": 2}}, "StatefulDataLoader"),
     ]
     for options, message in refused:

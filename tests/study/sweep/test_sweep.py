@@ -92,7 +92,7 @@ def test_options_of_the_run_are_swept_too() -> None:
         ({"K": [1]}, "cell K=1: strategy 'diloco:K=1': diloco has no option 'K'"),
         ({"num_nodes": ["two"]}, "num_nodes='two' must be a whole number"),
         (["H"], "should look like option=value,value"),
-        (["H=1,1"], "should be different values"),
+        (["H=1,1"], "must be different values"),
         (["H=1", "H=2"], "H occurs twice"),
         ({"H": "1..9"}, "is a range: list its values"),
         ({"H": "9..1"}, "must be a range from a number to a larger number"),
