@@ -27,20 +27,36 @@ from selenium import webdriver
 MOST_BYTES = 100_000
 COLOURS = 128
 WIDE, PHONE = (1100, 1000), (390, 844)
-SCRIPT = """
-import sys, time
-import torch
-from exogym import NetworkTrainer
-from exogym.callbacks import Every
-from exogym.strategy import DiLoCoStrategy
-from exogym.testing import small_problem
+HOSTS = """
+import json, math, time
+from pathlib import Path
 
-hosts = {"master": {"address": "localhost", "device": "cpu"}, "master_port": 29897,
-         "workers": [{"address": "127.0.0.1", "device": "cpu"}]}
-model, data = small_problem()
-trainer = NetworkTrainer(hosts, model, data, data, loss_fn=torch.nn.functional.mse_loss)
-trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=4, max_steps=100_000, batch_size=8, val_interval=5,
-            callbacks=[Every(5, lambda loop: time.sleep(0.2))])
+from exogym.core.base.files import write_json
+from exogym.core.base.processes import described
+
+folder, began = Path("runs/macs"), time.time()
+folder.mkdir()
+write_json(folder / "run.json", {"description": {"strategy": {"name": "DiLoCoStrategy", "H": 20}, "num_nodes": 3}})
+while True:
+    now, second = time.time(), time.time() - began
+    step = 4000 + int(20 * second)
+    status = {"state": "running", "step": step, "total_steps": 20_000, "process": described(), "heartbeat_s": now}
+    write_json(folder / "status.json", status | {"started_s": began - 200})
+    hosts = []
+    for k, name in enumerate(("mac-a.local", "mac-b.local", "mac-c.local")):
+        rate, is_silent = (9 + k + 3 * math.sin(0.4 * second + 2 * k)) * 1e6, k == 2
+        at = 3990 if is_silent else step - 3 * k
+        hosts.append({
+            "address": name, "device": "mps", "ranks": [k], "state": "running", "restarts": 0, "rx_bps": rate,
+            "tx_bps": 1.1 * rate, "heard_s": began - 25 if is_silent else now - k, "cpu_use": 0.31 + 0.04 * k,
+            "cores": 10, "memory_bytes": (9 + k) * 1e9, "memory_total_bytes": 17.2e9, "run_memory_bytes": 2.1e9,
+            "processes": [{"rank": k, "step": at, "restarts": 0, "quiet_s": second + 25 if is_silent else 0.2}],
+        })
+    write_json(folder / "hosts.json", {"process": described(), "ended": False, "hosts": hosts, "events": []})
+    with open(folder / "records.jsonl", "a") as file:
+        row = {"step": step, "node": None, "val_loss": 2 * math.exp(-step / 3000), "tx_bytes": 4e4 * step}
+        print(json.dumps(row | {"wall_s": second + 200}), file=file)
+    time.sleep(0.5)
 """
 SINGLE = """
 from torch import nn
@@ -68,27 +84,28 @@ from exogym.testing import small_problem
 
 model, data = small_problem()
 trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
-trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=4, max_steps=5_000, batch_size=8, val_interval=5,
+trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=4, max_steps=2_000, batch_size=8, val_interval=5,
             run_dir="runs/alive", callbacks=[Every(5, lambda loop: time.sleep(0.5))])
 """
-FAILING = ALIVE.replace('"runs/alive"', '"runs/failing", faults=Faults(absent={2: [(60, 5_000)]})').replace(
+FAILING = ALIVE.replace('"runs/alive"', '"runs/failing", faults=Faults(absent={2: [(60, 2_000)]})').replace(
     "from exogym.strategy", "from exogym.faults import Faults\nfrom exogym.strategy"
 )
 NOTES = {"digits": (["baseline", "wifi"], "node 2 was away from step 120 to 180"), "sweep": (["H"], "")}
 PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is there once the page has come
-    "runs": ("#/", "document.querySelectorAll('tbody tr').length > 3"),
     "run": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
     "nodes": ("#/run/digits", "document.querySelectorAll('section:not([hidden]) canvas.heat').length == 2"),
     "compare": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
     "two": ("#/compare/comparison%2Fddp-seed-0&comparison%2Fdiloco-H-10-seed-0",
             "document.querySelectorAll('#differences tbody tr').length > 4 && "
             "document.querySelectorAll('.chart:not([hidden]) canvas').length > 0"),
-    "alive": ("#/run/alive", "document.getElementById('standing')?.textContent.includes('done at about')"),
-    "failing": ("#/run/failing", "document.querySelector('.charts.one .chart')?.spans?.some(s => s.to - s.from > 20)"),
+    "alive": ("#/run/alive", "document.querySelector('.tiles')?.textContent.includes('done at about')"),
+    "failing": ("#/run/failing", "document.querySelector('.charts.one .chart')?.spans?.some(s => s.to - s.from > 100)"),
     "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12 && "
               "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
-    "hosts": ("#/hosts", "[...document.querySelectorAll('.host')].filter(r => r.textContent.includes('bit/s'))"
-              ".length == 2 && document.getElementById('main').textContent.includes(' left')"),
+    "hosts": ("#/hosts", "(window.first ??= Date.now()) < Date.now() - 20_000 && "
+              "document.querySelectorAll('.host .spark').length > 1"),
+    "runs": ("#/", "document.querySelectorAll('.state.ill').length == 1 && "
+             "document.querySelectorAll('.spark').length > 3"),
     "new": ("#/new?line=compare+--strategies+ddp,diloco:H=20,fedavg+--nodes+4+--steps+200+--network+wifi",
             "document.getElementById('plan')?.textContent"),
     "dark": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
@@ -104,7 +121,7 @@ return {headings: texts("h2, section h3, .chart h3"), heads: texts("thead th, th
 
 
 def train(top: Path) -> list[subprocess.Popen[bytes]]:
-    """Train what is shown, and return what goes on meanwhile: a run on two hosts, and one here."""
+    """Train what is shown, and return what goes on meanwhile: two runs, and the reports of three hosts."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     exogym = [sys.executable, "-m", "exogym"]
     options = ["--nodes", "4", "--seeds", "3", "--steps", "200"]
@@ -124,7 +141,7 @@ def train(top: Path) -> list[subprocess.Popen[bytes]]:
             words = [word for tag in tags for word in ("--tag", tag)]
             subprocess.run([*exogym, "runs", "note", name, "--text", note, *words], cwd=top, check=True, stdout=said)
         going = []
-        for name, script in {"train": SCRIPT, "alive": ALIVE, "failing": FAILING}.items():
+        for name, script in {"macs": HOSTS, "alive": ALIVE, "failing": FAILING}.items():
             (top / f"{name}.py").write_text(script)
             words = [sys.executable, f"{name}.py"]
             going.append(subprocess.Popen(words, cwd=top, env=environment, stdout=said, stderr=said))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 CONTRIB = "exogym.contrib"  # its list of names is the only place outside contrib that names its methods
 # A class, or the line that names it: `name = "ddp"`, or `name, title, ... = "ddp", "DDP", ...`.
-_LINE = re.compile(r'^class (\w+)|^    name\b[^=\n]*= \(?\s*"([^"\n]+)"', re.M)
+_LINE = re.compile(r'^class (\w+)|^    name\b[^=\n]*= \(?\s*"([^"\n]+)"(?:,\s*"([^"\n]+)")?', re.M)
 
 
 class Home(NamedTuple):
@@ -28,16 +28,28 @@ def homes() -> dict[str, Home]:
     >>> homes()["diloco"]
     Home(module='exogym.strategy.diloco', kind='DiLoCoStrategy')
     """
+    return {name: home for name, home, _ in _found()}
+
+
+@functools.cache
+def titles() -> dict[str, str]:
+    """Return the title of each of ExoGym's strategies, by `name`.
+
+    >>> titles()["diloco"], titles()["ddp"]
+    ('DiLoCo', 'DDP')
+    """
+    return {name: title or name for name, _, title in _found()}
+
+
+def _found() -> Iterator[tuple[str, Home, str | None]]:
     listed = importlib.import_module(CONTRIB).__all__
-    found = {}
     for package in (__package__, CONTRIB):
         for file in sorted(Path(__file__).parent.with_name(package.rpartition(".")[2]).glob("*.py")):
             kind = ""
             for line in _LINE.finditer(file.read_text("utf-8")):
                 kind = line[1] or kind
                 if line[2] and (package != CONTRIB or kind in listed):
-                    found[line[2]] = Home(f"{package}.{file.stem}", kind)
-    return found
+                    yield line[2], Home(f"{package}.{file.stem}", kind), line[3]
 
 
 def short_names() -> dict[str, str]:

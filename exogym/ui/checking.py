@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exogym.core.base.processes import lines_from_parent
-from exogym.data import parse_partitioner
+from exogym.data import Dirichlet, parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
 from exogym.network import Network
@@ -24,7 +24,7 @@ from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.entries import split_strategies
-from exogym.study.compare.run import heading_of, session_of
+from exogym.study.compare.run import session_of
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import SINGLE
 from exogym.study.sweep.axes import Axes, arguments_of, axes_of, check_few, grid, label_of
@@ -44,7 +44,7 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     >>> check("compare", {"strategies": "ddp,diloco:H=0"})["error"]
     "strategy 'diloco:H=0': H=0 must be a whole number of at least 1"
     >>> check("compare", {"strategies": "ddp", "max_steps": "20"})["plan"].partition(". ")[0]
-    '3 runs: 1 strategy, 3 seeds'
+    '3 runs: DDP, 3 seeds each'
     """
     try:
         return {"error": "", "plan": _plan(command, {name: _value(name, value) for name, value in given.items()})}
@@ -107,9 +107,16 @@ def _plan(command: str, options: Mapping[str, Any]) -> str:
         session = _cells(task, texts[0], axes, of_runs)
     _check_nodes(session)
     seeds, count = options.get("seeds", 3), len(grid(axes)) if axes else len(session.entries)
-    of = ("cell", "cells") if axes else ("strategy", "strategies")
-    said = f"{_many(count * seeds, 'run', 'runs')}: {_many(count, *of)}, {_many(seeds, 'seed', 'seeds')}"
-    return f"{said}. {heading_of(session).partition(', seeds ')[0]}"
+    what = _many(count, "cell", "cells") if axes else ", ".join(map(_named, session.entries.values()))
+    runs, setting = _many(count * seeds, "run", "runs"), session.setting
+    alpha = f" with alpha {session.split.alpha:g}" if isinstance(session.split, Dirichlet) else ""
+    dealt = session.dealing if session.split is None else f"{type(session.split).__name__}{alpha}"
+    where = f", on the network {options['network']}" if "network" in options else ""
+    return (
+        f"{runs}: {what}, {_many(seeds, 'seed', 'seeds')} each. {session.task.description}, {setting.nodes} nodes, "
+        f"{setting.steps} steps of {setting.batch_size} examples, {dealt}, {setting.inner_optim} with lr "
+        f"{setting.lr:g}{where}"
+    )
 
 
 def _with_library(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +168,12 @@ def _cells(task: Task, strategy: str, axes: Axes, options: Mapping[str, Any]) ->
         except ArgumentError as error:
             raise ArgumentError(f"cell {label_of(cell)}: {error}") from error
     return sessions[0]
+
+
+def _named(entry: Any) -> str:
+    """Return a strategy's title, with the interval that it has by default."""
+    H = next((note for note in entry.notes.split(", ") if note.startswith("H=")), "")
+    return f"{entry.title} ({H})" if H and "(" not in entry.title else entry.title
 
 
 def _many(count: int, one: str, several: str) -> str:

@@ -18,24 +18,35 @@ def health_of(found: dict[str, Any]) -> str:
     of time, and the median node waits more than 10 %. Its loss, over the newest quarter of the steps, is high if it is
     over three times the median.
 
-    >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2], "loss": [[1.0, 0.9]] * 3, "shares": {}}
+    >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2, 3], "loss": [[1.0, 0.9, 0.8]] * 3, "shares": {}}
     >>> health_of(alike)
-    'All 3 nodes report alike.'
-    >>> health_of(alike | {"loss": [[1.0, 0.9], [1.0, None], [1.0, 0.9]]})
-    'Node 1 is absent since step 2.'
+    'All 3 nodes are healthy.'
+    >>> health_of(alike | {"loss": [[1.0, 0.9, 0.8], [1.0, None, None], [1.0, 0.9, 0.8]]})
+    'Node 1 has been absent since step 2.'
     """
-    nodes, losses = found["nodes"], found["loss"]
+    nodes, losses = found["nodes"], settled(found["loss"])
     if len(nodes) < 2:
         return ""
     said = [*_absent(nodes, losses, found["steps"]), *_high(nodes, losses), *_slow(nodes, found["shares"])]
-    return " ".join(said) or f"All {found['of']} nodes report alike."
+    return " ".join(said) or f"All {found['of']} nodes are healthy."
+
+
+def settled(losses: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
+    """Return the losses without the newest step if it has not the losses of all nodes: it may still be written."""
+    is_whole = all(row[-1:] != [None] for row in losses)
+    return [row if is_whole else row[:-1] for row in losses]
+
+
+def gone_of(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> dict[int, int]:
+    """Return each node without the newest loss, and the column of its last loss; -1 if it has none."""
+    last = [max((k for k, loss in enumerate(row) if loss is not None), default=-1) for row in losses]
+    return {node: k for node, k in zip(nodes, last, strict=True) if k < max([0, *last])}
 
 
 def _absent(nodes: Sequence[int], losses: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[str]:
     known = [[k for k, loss in enumerate(row) if loss is not None] for row in losses]
-    newest = max((row[-1] for row in known if row), default=0)
-    gone = {node: row[-1] if row else -1 for node, row in zip(nodes, known, strict=True) if not row or row[-1] < newest}
-    since = f"is absent since step {steps[min(gone.values()) + 1]}" if len(gone) == 1 else "are absent"
+    gone = gone_of(nodes, losses)
+    since = f"has been absent since step {steps[min(gone.values()) + 1]}" if len(gone) == 1 else "are absent"
     said = [f"{_named(list(gone))} {since}."] if gone else []
     seen = set().union(*known)
     once = {node: sorted(seen - set(row)) for node, row in zip(nodes, known, strict=True) if node not in gone}

@@ -39,9 +39,9 @@ from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced
 from exogym.ui.door import ASYNCIO, AT_ONCE, LOG, QUEUE, Gate, Seldom, filtered
 from exogym.ui.guard import Guard
-from exogym.ui.health import health_of
+from exogym.ui.health import gone_of, health_of, settled
 from exogym.ui.lines import as_text, newest_events, some_of
-from exogym.ui.repeat import command_of, snippet_of, usual_of
+from exogym.ui.repeat import command_of, usual_of
 from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Form, Starter
 from exogym.ui.views import grid_of, timeline_of, verdict_of
@@ -181,7 +181,7 @@ def application(
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
-            "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
+            "strategy": runs.short_name(run.description.get("strategy")),
             "events": newest_events(path / "events.jsonl", MOST_EVENTS),
             "actions": choices(path), "may_start": starter is not None, "usual": usual_of(run.description),
             "output": "" if starter is None else starter.output_of(pid), **asdict(read_notes(path)),
@@ -198,7 +198,8 @@ def application(
 
     def nodes(request: Request) -> Response:
         found = shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))
-        return JSONResponse(in_json(found | {"health": health_of(found)}))
+        absent = len(gone_of(found["nodes"], settled(found["loss"])))
+        return JSONResponse(in_json(found | {"health": health_of(found), "absent": absent}))
 
     def timeline(request: Request) -> Response:
         window = {name: _seconds(request, name) for name in ("from_s", "to_s") if name in request.query_params}

@@ -15,6 +15,7 @@ from typing import Any
 
 from exogym.logger import in_json
 from exogym.record import row_of
+from exogym.strategy.names import titles
 from exogym.study import runs
 from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Position, piece_after
 from exogym.ui.views import NodesPicture
@@ -150,5 +151,16 @@ class _Followed:
 def _row(run: runs.Listed) -> Row:
     row = in_json(run.to_json())
     del row["path"]
+    row["strategies"] = _titles(row["strategy"])
     row["summary"] = {name: row[name] for name in ("loss", "accuracy", "tx_bytes", "wall_s", "time_s")}
     return row
+
+
+def _titles(strategies: str | None) -> list[str]:
+    """Return the titles of strategies in a comparison's table.
+
+    >>> _titles("ddp,diloco:H=10:lr=0.01,mine")
+    ['DDP', 'DiLoCo (H=10, lr=0.01)', 'mine']
+    """
+    named = [text.partition(":") for text in (strategies or "").split(",") if text]
+    return [titles().get(name, name) + (f" ({rest.replace(':', ', ')})" if rest else "") for name, _, rest in named]

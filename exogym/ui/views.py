@@ -253,10 +253,12 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     for label, options in cells.items():
         inside = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
         ended = [run["loss"] for run in inside if run is not None and run["state"] == "done" and is_finite(run["loss"])]
+        sent = [run["tx_bytes"] for run in inside if run is not None and is_finite(run["tx_bytes"])]
         found.append({
             "cell": label, "options": options, "seeds": len(ended), "wanted": len(seeds),
             "loss": statistics.fmean(ended) if ended else None,
             "loss_std": statistics.stdev(ended) if len(ended) > 1 else None,
+            "tx_bytes": statistics.fmean(sent) if len(sent) == len(seeds) else None,
         })  # fmt: skip
     values = {name: given for name, given in axes.items() if isinstance(given, list)}
     return {"axes": values, "cells": found, "best": sweep.get("best"), "is_grid": values.keys() == axes.keys()}
@@ -286,4 +288,4 @@ def verdict_of(path: Path) -> Row:
     if found is None:
         return {"rows": [], "verdict": "", "members": members, "colors": colors}
     return {"rows": found.rows, "verdict": found.verdict, "target_loss": found.target_loss, "target": found.target,
-            "members": members, "colors": colors}  # fmt: skip
+            "members": members, "colors": colors, "network": (about.get("timing") or {}).get("title")}  # fmt: skip

@@ -73,13 +73,13 @@ BEYOND: dict[str, str] = {
         exogym.errors: check_choice nearest retired
         exogym.machines.remote.health: read_hosts
         exogym.machines.remote.hosts: is_loopback
-        exogym.strategy.names: short_names
-        exogym.study.compare.asked: PASSED_AS_TEXT ComparisonOptions
+        exogym.strategy.names: short_names titles
+        exogym.study.compare.asked: ComparisonOptions
         exogym.study.compare.catalog: catalog
         exogym.study.compare.colors: looks_of
         exogym.study.compare.entries: split_strategies
         exogym.study.compare.folder: Folder
-        exogym.study.compare.run: heading_of session_of
+        exogym.study.compare.run: session_of
         exogym.study.compare.session: Session
         exogym.study.compare.summary: SINGLE
         exogym.study.notes: Notes read_notes write_notes
@@ -126,7 +126,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 41, "cli": 35}  # names of each wing in `BEYOND`
+MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 33, "study": 41, "cli": 35}  # names of each wing in `BEYOND`
 
 
 # What may be imported

@@ -97,11 +97,11 @@ def test_a_run_of_another_process_appears_and_its_curve_grows(browser: Any, fold
             to(browser, "#/run/live")
             first = until(browser, POINTS, lambda count: count > 1)
             until(browser, POINTS, lambda count: count > first + 4)
-            assert "running" in until(browser, "document.getElementById('standing').textContent")
+            assert "running" in until(browser, "document.querySelector('.tiles dd').textContent")
             until(browser, "!document.querySelector('canvas.heat').closest('section').hidden")
         finally:
             process.kill()
-    until(browser, "document.getElementById('standing').textContent", lambda text: text.startswith("lost"))
+    until(browser, "document.querySelector('.tiles dd').textContent", lambda text: text == "lost")
 
 
 def test_two_are_compared(browser: Any) -> None:
@@ -114,7 +114,7 @@ def test_two_are_compared(browser: Any) -> None:
     assert until(browser, labels, lambda found: len(found) == 3)[1:] == ["first", "second"]
     assert until(browser, labels, lambda found: found[:1] == ["bytes sent per node"])
     verdict = until(browser, "document.getElementById('verdict').textContent")
-    assert verdict == "Both need about 90 B for the same loss (0.0000), and they end alike."
+    assert verdict.startswith("Both need about 90 B for the same loss (0.0000), and they end alike. One seed each")
     browser.find_element("css selector", ".tabs [value=step]").click()
     assert until(browser, labels, lambda found: found[:1] == ["steps"])
     browser.find_element("css selector", ".tabs [value=tx_bytes]").click()
@@ -128,7 +128,7 @@ def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
     line = browser.find_element("id", "line")
     line.clear()
     line.send_keys("compare --strategies ddp --seeds 1 --steps 3000 --nodes 2 --device cpu")
-    until(browser, "document.getElementById('plan').textContent", lambda text: "1 run: 1 strategy" in text)
+    until(browser, "document.getElementById('plan').textContent", lambda text: "1 run: DDP, 1 seed" in text)
     browser.find_element("id", "start").click()
     assert "started as process" in until(browser, "document.getElementById('answer').textContent")
     to(browser, "#/")

@@ -79,10 +79,12 @@ def test_a_sweep_is_checked_cell_by_cell() -> None:
 
 
 def test_the_plan_counts_the_runs() -> None:
-    assert check("compare", {})["plan"].startswith("18 runs: 6 strategies, 3 seeds. 8x8")
+    assert check("compare", {})["plan"].startswith("18 runs: one node alone, DDP, DiLoCo (H=10), SPARTA, ")
     plan = check("compare", {"strategies": "ddp", "seeds": "1", "max_steps": "7", "num_nodes": "3"})["plan"]
-    assert plan.startswith("1 run: 1 strategy, 1 seed. ") and "3 nodes, 7 steps" in plan
-    assert check("sweep", {"axes": ["H=2,5", "nodes=2,4"], "seeds": "2"})["plan"].startswith("8 runs: 4 cells, 2 seeds")
+    assert plan.startswith("1 run: DDP, 1 seed each. ") and "3 nodes, 7 steps" in plan
+    assert check("sweep", {"axes": ["H=2,5", "nodes=2,4"], "seeds": "2"})["plan"].startswith(
+        "8 runs: 4 cells, 2 seeds each"
+    )
     assert check("compare", {"seeds": str(10**9)})["plan"].startswith("6000000000 runs")  # at once: few are checked
 
 

@@ -85,7 +85,7 @@ def write(browser: Any, text: str) -> None:
 
 def test_the_line_is_completed_by_keys_and_pointer(browser: Any) -> None:
     form(browser)
-    assert "9 runs: 3 strategies" in until(browser, PLAN)  # an example stands there
+    assert "9 runs: DDP, DiLoCo (H=30), SPARTA" in until(browser, PLAN)  # an example stands there
     write(browser, "comp")
     assert until(browser, OFFERED) == ["compare"]
     line = browser.find_element("id", "line")
@@ -101,9 +101,10 @@ def test_the_line_is_completed_by_keys_and_pointer(browser: Any) -> None:
     assert line.get_attribute("aria-activedescendant") == "suggestion-1"
     line.send_keys(Keys.ENTER)
     until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples")
-    browser.find_element("css selector", "[data-strategy=ddp]").click()
+    line.send_keys(",ddp")
     until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples,ddp")
-    assert "6 runs: 2 strategies, 3 seeds" in until(browser, PLAN, lambda text: "2 strategies" in text)
+    wanted = "6 runs: DiLoCo (weighting=examples), DDP, 3 seeds each"
+    assert wanted in until(browser, PLAN, lambda text: "6 runs" in text)
     line.send_keys(" --network wif")
     until(browser, OFFERED, lambda found: found == ["wifi"])
     browser.find_element("css selector", "#suggestion-0").click()

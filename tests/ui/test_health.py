@@ -27,7 +27,7 @@ def said(folder: Path, **options: Any) -> str:
 
 def test_nodes_that_train_alike_are_healthy(tmp_path: Path) -> None:
     clock = {"network": "1Mbps,20ms", "step_seconds": [0.01, 0.011, 0.01]}
-    assert said(tmp_path / "a", **clock) == said(tmp_path / "b") == "All 3 nodes report alike."
+    assert said(tmp_path / "a", **clock) == said(tmp_path / "b") == "All 3 nodes are healthy."
 
 
 def test_a_slow_node_is_named(tmp_path: Path) -> None:
@@ -39,10 +39,10 @@ def test_a_slow_node_is_named(tmp_path: Path) -> None:
     ("absent", "text"),
     [
         ({1: [(5, 9)]}, "Node 1 was absent earlier, at steps from 5 to 8."),
-        ({1: [(31, 41)]}, "Node 1 is absent since step 31."),
+        ({1: [(31, 41)]}, "Node 1 has been absent since step 31."),
         (
             {1: [(31, 41)], 0: [(5, 9)]},
-            "Node 1 is absent since step 31. Node 0 was absent earlier, at steps from 5 to 8.",
+            "Node 1 has been absent since step 31. Node 0 was absent earlier, at steps from 5 to 8.",
         ),
     ],
     ids=["earlier", "now", "both"],
@@ -56,6 +56,6 @@ def test_a_high_loss_is_named() -> None:
     found = {"nodes": [0, 1, 2], "of": 3, "steps": list(range(40)), "loss": rows, "shares": {}}
     assert health_of(found) == "Node 2 has a high training loss: 9, the median node 1.8."
     rows[2] = [1.0] * 40  # node 1's last step does not triple the mean of its newest ten
-    assert health_of(found) == "All 3 nodes report alike."
+    assert health_of(found) == "All 3 nodes are healthy."
     assert health_of(found | {"nodes": [0], "loss": rows[:1], "of": 1}) == ""
     assert health_of({"nodes": [], "of": 0, "steps": [], "loss": [], "shares": {}}) == ""

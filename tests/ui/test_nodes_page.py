@@ -88,12 +88,12 @@ def test_an_absent_node_has_this_color_in_the_timeline_too(browser: Any) -> None
     assert [span[0] for span in late["spans"] if span[1] == "absent"] == [2]
     assert {span[0] for span in spans if span[1] == "wait"} >= {0, 1}
     share = (away[0][2] + away[0][3]) / 2 / max(span[3] for span in spans)
-    color = COLOR.replace("[0]", "[1]", 1)
+    color = COLOR.replace("[0]", "[1]", 1).replace("- 64", "- 64 - 150")  # the shares of time stand at the right
     until(browser, color % (share, 2), is_purple)
     assert not is_purple(browser.execute_script(f"return {color % (share, 1)}"))
 
 
-def test_absences_are_areas_of_the_loss_chart(browser: Any) -> None:
+def test_absences_are_strips_of_the_loss_chart(browser: Any) -> None:
     """Over steps, and over predicted time at the same records."""
     to(browser, "#/none")
     to(browser, "#/run/away")
@@ -102,7 +102,7 @@ def test_absences_are_areas_of_the_loss_chart(browser: Any) -> None:
     middle = (
         "(() => { const p = document.querySelector('.charts.one .chart').plot, at = p.valToPos(%s, 'x', true); return"
     )
-    middle += " [...p.ctx.getImageData(at, p.bbox.top + p.bbox.height / 2, 1, 1).data].slice(0, 3); })()"
+    middle += " [...p.ctx.getImageData(at, p.bbox.top + 2, 1, 1).data].slice(0, 3); })()"
     inside, outside = (browser.execute_script(f"return {middle % step}") for step in (52.5, 72.5))
     assert inside != outside
     browser.find_element("css selector", ".tabs [value=time_s]").click()
@@ -122,7 +122,7 @@ def test_the_pointer_reads_nodes_and_timeline(browser: Any) -> None:
         canvas = browser.find_elements("css selector", "canvas.heat")[number]
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
         ActionChains(browser).move_to_element_with_offset(
-            canvas, 32, 2 * 28 + 10 - canvas.size["height"] // 2
+            canvas, 32 - 75 * number, 2 * 28 + 10 - canvas.size["height"] // 2
         ).perform()
         (said,) = until(browser, tips)
         assert said.startswith(wanted) and said.partition(": ")[2].partition(",")[0] in ("absent", "computing")
@@ -158,9 +158,9 @@ def test_the_timeline_zooms(browser: Any, folder: Path) -> None:
 
     wide = canvas.size["width"]
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    begin = 64 + (wide - 64) // 4 - wide // 2
+    begin = 64 + (wide - 64 - 150) // 4 - wide // 2
     hand = ActionChains(browser).move_to_element_with_offset(canvas, begin, 0).click_and_hold()
-    hand.move_by_offset((wide - 64) // 4, 0).release().perform()
+    hand.move_by_offset((wide - 64 - 150) // 4, 0).release().perform()
     until(browser, SAID, lambda text: "Shown:" in text)
     assert window() == pytest.approx([whole_s / 4, whole_s / 2], rel=0.03)
 

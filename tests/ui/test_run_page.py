@@ -62,12 +62,11 @@ def tiles(browser: Any) -> dict[str, list[str]]:
 
 
 BUTTONS = "[...document.querySelectorAll('.actions button')].map(b => b.id)"
-STANDING = "document.getElementById('standing').textContent"
 
 
 def test_a_line_says_how_the_nodes_are(browser: Any) -> None:
     to(browser, "#/run/done")
-    assert until(browser, "document.getElementById('health')?.textContent") == "All 2 nodes report alike."
+    assert until(browser, "document.getElementById('health')?.textContent") == "All 2 nodes are healthy."
 
 
 def test_a_failed_run_says_why_first(browser: Any, folder: Path) -> None:
@@ -83,7 +82,7 @@ def test_a_failed_run_says_why_first(browser: Any, folder: Path) -> None:
     assert red > 2 * max(green, blue)
     assert browser.execute_script(f"return {BUTTONS}") == []  # no Stop: it has ended; no Resume: nothing was saved
     to(browser, "#/run/done")
-    until(browser, STANDING, lambda text: text.startswith("done"))
+    until(browser, "document.querySelector('.tiles dd')?.textContent", lambda text: text == "done")
     assert browser.execute_script("return document.querySelector('.trouble').hidden")
 
 
@@ -114,7 +113,7 @@ def test_stop_says_what_stays_and_loses_no_run(browser: Any, folder: Path, saved
             until(browser, "1", lambda _: (folder / name / "records.jsonl").exists())
             to(browser, f"#/run/{name}")
             until(browser, "document.querySelectorAll('.tiles div')[5]?.textContent", lambda t: t and "so far" in t)
-            until(browser, f"{STANDING}", lambda text: "done at about" in text)
+            until(browser, "document.querySelectorAll('.tiles div')[5].textContent", lambda t: "done at about" in t)
             share = until(browser, "document.getElementById('progress').position", lambda share: share > 0)
             assert share < 1
             assert until(browser, BUTTONS) == ["stop"]
@@ -126,7 +125,7 @@ def test_stop_says_what_stays_and_loses_no_run(browser: Any, folder: Path, saved
             browser.find_element("id", "keep-running").click()
             browser.find_element("id", "stop").click()
             browser.find_element("id", "stop-now").click()
-            until(browser, STANDING, lambda text: text.startswith("stopped"))
+            until(browser, "document.querySelector('.tiles dd').textContent", lambda text: text == "stopped")
             process.wait(60)
         finally:
             process.kill()

@@ -1,12 +1,12 @@
 // Helpers for all pages. A run's own words become text (textContent), never markup.
 
-export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
+export const POLL_MS = 1000, PART_BYTES = 2 ** 20, MOST_NODES = 64, [WIDE, HIGH] = [70, 22];  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
 
 // The choices on a page stand in its address, after "?", so that a copied address shows the same.
 const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, columns: "", axis: "step", logx: false, logy: false,
   smooth: 0, group: null, over: "tx_bytes", linear: false };
-export const look = { ...IN_ADDRESS, nodes: "loss" };
+export const look = { ...IN_ADDRESS, nodes: "relative" };
 
 // Take the choices from the address, where it has some; return the address without them.
 export function fromAddress() {
@@ -63,12 +63,22 @@ export const rate = (value) => scaled(value, ["bit/s", "kbit/s", "Mbit/s", "Gbit
 
 export function seconds(value) {
   if (!isNumber(value)) return "";
+  if (value > 0 && value < 0.1) return `${Number((1000 * value).toPrecision(3))} ms`;
   if (value < 120) return `${Number(value.toPrecision(3))} s`;
   if (value < 7200) return `${(value / 60).toFixed(0)} min`;
   return value < 172800 ? `${(value / 3600).toFixed(0)} h` : `${(value / 86400).toFixed(0)} days`;
 }
 
-export const stateOf = (state) => make("span", { class: `state state-${state}` }, state);
+export function clock(at_ms) {
+  const at = new Date(at_ms), isToday = at.toDateString() === new Date().toDateString();
+  return at.toLocaleString([], { timeStyle: "short", ...(isToday ? {} : { dateStyle: "medium" }) });
+}
+// A state; of a running run also what is wrong with its nodes.
+export function stateOf(state, { health = "", absent = 0, of } = {}) {
+  const [, node, ill] = /Node (\d+) (?:is (slow)|has a)/.exec(health) ?? [], wrong = absent && of <= MOST_NODES ? `${of - absent} of ${of} nodes` : node && `node ${node} ${ill ?? "has a high loss"}`;
+  return make("span", { class: `state state-${state}${state === "running" && wrong ? " ill" : ""}`, title: health }, state === "running" && wrong ? `${state}, ${wrong.replaceAll(" ", "\u00a0")}` : state);
+}
+export const strategiesOf = (run) => make("span", { title: run.strategy ?? "" }, ...(run.strategies ?? []).flatMap((title, k) => [k ? ", " : "", make("span", { class: "whole" }, title)]));
 export const ageOf = (run) => seconds(Math.max(0, Math.round(Date.now() / 1000 - (run.heard_s ?? run.started_s ?? 0))));
 
 export async function get(path) {
@@ -139,6 +149,16 @@ export function scaleBar(title, low, high, colorAt) {
 // Gray bars where a page's content will be.
 export const skeleton = () => make("div", { class: "skeleton", "aria-hidden": "true" },
   ...Array.from({ length: 5 }, () => make("span", { class: "bone" })));
+
+// A small curve of numbers in order.
+export function spark(values, low = Math.min(...values), high = Math.max(...values)) {
+  const scale = devicePixelRatio || 1, picture = make("canvas", { class: "spark", width: WIDE * scale, height: HIGH * scale, "aria-hidden": "true" }), brush = picture.getContext("2d");
+  brush.scale(scale, scale);
+  brush.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--link"); brush.lineWidth = 1.4;
+  values.forEach((y, k) => brush.lineTo(k / (values.length - 1) * WIDE, 1 + (HIGH - 2) * (high > low ? (high - y) / (high - low) : 0.5)));
+  brush.stroke();
+  return picture;
+}
 
 // A table in a box that scrolls sideways on narrow screens. heads: [title, is a number].
 export function table(heads, body) {
@@ -211,11 +231,14 @@ export function heading(name) {
   return box;
 }
 
+const UNITS = { "network.up": rate, "network.down": rate, "network.latency": seconds, "network.jitter": seconds, step_seconds: seconds, "step_seconds.seconds": seconds };
 // The options of a description as [key, name, text]; an option inside another has its name as KEY.NAME.
 export function optionsOf(description) {
-  const text = (value) => (typeof value === "object" ? JSON.stringify(value) : `${value}`), isDict = (value) => typeof value === "object" && !Array.isArray(value);
+  const plain = (value) => (typeof value === "object" ? JSON.stringify(value) : `${value}`);
+  const text = (value, name) => { const form = UNITS[name]; return form && [value].flat().every(isNumber) ? [value].flat().map(form).join(", ") : plain(value); };
+  const isDict = (value) => typeof value === "object" && !Array.isArray(value);
   return Object.entries(description).filter(([, value]) => value !== null).flatMap(([key, value]) => (isDict(value)
-    ? Object.entries(value).filter(([, one]) => one !== null).map(([name, one]) => [key, `${key}.${name}`, text(one)]) : [[key, key, text(value)]]));
+    ? Object.entries(value).filter(([, one]) => one !== null).map(([name, one]) => [key, `${key}.${name}`, text(one, `${key}.${name}`)]) : [[key, key, text(value, key)]]));
 }
 
 // Buttons of which one is chosen. choices: value to title.

@@ -7,7 +7,7 @@ import {
 import { axisChoice, draw, markOf, places, TABS } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
-import { byBytes, byLoss, byName, labelOfRow, spread, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
+import { beyond, byBytes, byLoss, byName, labelOfRow, spread, times, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
 
 const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360, AT_ONCE = 4;
 const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a", FAINT = "#7F7F7F";  // FAINT: the color of a sweep's cells after the best
@@ -38,7 +38,7 @@ function level(loss, curves, { logx }) {
 const reached = (row, value, form) => (isNumber(value) ? form(value) : row.target_runs ? `in ${row.target_runs} of ${row.seeds} runs` : "not reached");
 const RESULTS = [  // title and text
   ["bytes to target", (row) => reached(row, row.target_bytes, bytes)], [LOSS, (row) => spread(row, "val_loss", figure)],
-  ["quality", (row) => spread(row, "quality", share)], ["sent/node", (row) => bytes(row.tx_bytes)],
+  ["quality (DDP's loss / its loss)", (row) => spread(row, "quality", share)], ["sent/node", (row) => bytes(row.tx_bytes)],
   ["reduction", (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
   ["time to target", (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
   ["predicted time", (row) => seconds(row.time_s)],
@@ -57,19 +57,20 @@ export function comparePage(main, names) {
   const head = own ? heading(names[0]) : make("h2"), titles = new Map(), isSweep = () => own !== null && find(names[0])?.kind === "sweep";
   const cells = make("section", { hidden: true });
   const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: matchMedia("(min-width: 50rem)").matches });
+  const lowest = make("p", { id: "lowest", hidden: true });
   const results = make("section", { id: "results", hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });
   const [over, choices] = axisChoice("over", { linear: "Linear axes" }, () => show(), make("label", {}, "Group by ", groups), own ? again.link : "");
   const curves = new Map(), described = new Map();
-  let members = {}, colors = {}, offered = "", rows = [], target = null, timer = 0, gone = false;
+  let members = {}, colors = {}, offered = "", rows = [], undecided = "", hint = "", network = "", target = null, timer = 0, gone = false;
 
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
-  for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, plain: own !== null && tall !== first });
+  for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, label: LOSS, plain: own !== null && tall !== first });
   const figures = make("section", { id: "figures", hidden: true }, over, make("div", { class: "figures" }, first, front.box), choices);
   const singles = make("details", { id: "singles" }, make("summary", {}, "Single runs"), table(COLUMNS.map(([, title, , number]) => [title, number]), body));
   const rest = make("div", { hidden: true }, others, singles, own ?? "");
-  main.append(head, at, own ? actions.box : "", verdict, further, differences, cells, figures, results, rest);
+  main.append(head, at, own ? actions.box : "", verdict, lowest, further, differences, cells, figures, results, rest);
 
   const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name) || wanted.has(run.name.split("/")[0])));
   const lastOf = (name) => name.split("/").at(-1), titleOf = (name) => titles.get(name) ?? titled(find(name) ?? { name }), twins = (name) => runs().filter((run) => run.name !== name && titleOf(run.name) === titleOf(name)).map((run) => lastOf(run.name));
@@ -100,20 +101,23 @@ export function comparePage(main, names) {
     if (own === null) head.textContent = all.length > MOST_BESIDE ? `${all.length} runs` : said.join(" and ") || "Compare";
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
-    const found = all.map(find), isOther = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null)).size > 1, about = isOther ? "These runs train different tasks: their losses do not compare." : verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })));
+    const isOpen = all.every((name) => undecided.includes(titleOf(name)));
+    const caveat = isOpen ? "One seed each; over all seeds of the comparison, which ends lower is undecided." : "One seed each: train more seeds before you choose.";
+    const found = all.map(find), isOther = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null)).size > 1, about = isOther ? "These runs train different tasks: their losses do not compare." : verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })), caveat);
     const sentence = about && !isOther && found.some((run) => run?.state === "running") ? `So far, ${about}` : about;
     verdict.hidden = !sentence; verdict.textContent = sentence;
     const row = (title, values, best) => make("tr", {}, make("th", { scope: "row" }, title), ...values.map((value, k) => make("td", { class: `number${k === best ? " best" : ""}` }, value ?? "")));
     const ends = Object.entries(ENDS).map(([title, [name, form]]) => {
       const values = all.map((run) => finals.get(run)?.[name]), least = Math.min(...values.filter(isNumber));
-      return row(title, values.map((value) => form(value)), values.filter((value) => value === least).length === 1 ? values.indexOf(least) : -1);
+      const ratio = all.length === 2 && values.every(isNumber) && values[0] ? `${times(values[1] / values[0])}x` : "";
+      return row(title, [...values.map((value) => form(value)), ratio], values.filter((value) => value === least).length === 1 && !(isOpen && name === "val_loss") ? values.indexOf(least) : -1);
     });
     const options = differing().filter((name) => !OF_OTHERS.has(name)), first = (name) => !name.startsWith("strategy");
     options.sort((a, b) => first(a) - first(b));
     const same = options.length ? "" : make("p", {}, "These runs have the same options.");
-    const links = all.map((run, k) => [make("a", { href: `#/run/${address(run)}`, title: run }, said[k]), true]);
+    const links = [...all.map((run, k) => [make("a", { href: `#/run/${address(run)}`, title: run }, said[k]), true]), ...(all.length === 2 ? [["ratio", true]] : [])];
     differences.replaceChildren(make("h3", {}, "What differs"), same, table([["", false], ...links],
-      make("tbody", {}, ...ends, ...options.map((name) => row(name.replace(/^strategy\./, ""), all.map((run) => described.get(run)[name] ?? "\u2013"))))));
+      make("tbody", {}, ...ends, ...options.map((name) => row(name.replace(/^strategy\./, ""), [...all.map((run) => described.get(run)[name] ?? "\u2013"), ...links.slice(all.length).map(() => "")])))));
   }
 
   // Offer each option that differs between the runs.
@@ -131,13 +135,14 @@ export function comparePage(main, names) {
     over.children[2].hidden = !timed;
     const axis = Object.hasOwn(TABS, look.over) && (timed || look.over !== "time_s") ? look.over : "tx_bytes";
     const view = { axis, logx: axis === "tx_bytes" && !look.linear, logy: !look.linear, smooth: look.smooth };
+    const order = [...rows].sort(byBytes).map(titleOfRow), placeIn = (label) => order.indexOf(label);
     const seeds = Math.max(0, ...[...lists.values()].map((each) => each.length));
     for (const [title, column] of Object.entries(TITLES)) {
       if (title !== LOSS && !others.open) continue;
       const found = [...lists].map(([label, runs]) => ({ ...together(byStrategy ? nameOf(label) : label, runs, column, axis), ...(byStrategy || own === null ? lookOf(label) : {}) }));
-      found.sort((a, b) => Boolean(b.faint) - Boolean(a.faint) || byName(a.label, b.label));
+      found.sort((a, b) => Boolean(b.faint) - Boolean(a.faint) || (placeIn(a.label) - placeIn(b.label)) || byName(a.label, b.label));
       if (title === LOSS && byStrategy && isNumber(target)) found.push(level(target, found, view));
-      const said = title === LOSS ? `Validation loss over ${TABS[axis].toLowerCase()}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
+      const said = title === LOSS ? `Validation loss over ${TABS[axis].toLowerCase()}${axis === "time_s" && network ? ` on ${network}` : ""}${seeds > 1 ? `, mean of ${seeds} runs, band: lowest to highest` : ""}` : title;
       draw(holders[title], said, found, title === LOSS ? view : { ...view, logy: false });
     }
     figures.hidden = first.hidden; rest.hidden = false;
@@ -170,13 +175,14 @@ export function comparePage(main, names) {
         make("th", { scope: "row" }, markOf({ dash: [], ...lookOf(labelOfRow(row)) }), titleOfRow(row), row.notes ? make("small", { class: "soft" }, row.notes) : ""),
         ...columns.map(([title, text]) => make("td", { class: `number${isBest(row, title) ? " best" : ""}` }, text(row))));
     };
-    results.replaceChildren(table([[rows[0]?.cell ? "cell" : "strategy", false], ...columns.map(([title]) => [title, true])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))));
+    results.replaceChildren(table([[rows[0]?.cell ? "cell" : "strategy", false], ...columns.map(([title]) => [title, true])], make("tbody", {}, ...[...rows].sort(byBytes).map(line))), network ? make("p", { class: "soft" }, `Times are predicted for ${network}.`) : "");
   }
 
   async function showVerdict() {
     if (own === null) {
       for (const parent of new Set(names.filter((name) => name.includes("/") && !titles.has(name)).map((name) => name.split("/")[0]))) {
-        const { members = {}, rows = [], colors: looks } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
+        const { members = {}, rows = [], colors: looks, verdict: text = "" } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
+        undecided += text.split("lowest final loss is undecided between")[1] ?? "";
         for (const [name, label] of Object.entries(members)) {
           titles.set(name, titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label }));
           if (looks[label][0] !== FAINT) colors[titles.get(name)] = looks[label];
@@ -185,7 +191,10 @@ export function comparePage(main, names) {
       return;
     }
     const found = await get(`/api/runs/${address(names[0])}/verdict`), best = isSweep() && winnerOf(found, "sweep", true);
-    const [, sentence, rest] = best ? ["", `${best}.`, found.verdict] : (found.verdict ?? "").match(/^(.*?[.;])(?:\s+(.*))?$/s) ?? [];
+    const parts = (found.verdict ?? "").split(/(?<=[.;])\s+/), base = found.rows?.find((row) => row.strategy === "ddp"), isMean = found.target?.endsWith("of DDP's quality") && base?.target_runs < base?.seeds;
+    const sentence = best ? `${best}.` : parts.shift(), low = best ? hint : parts.pop() ?? "";
+    const rest = best ? found.verdict : [...parts, isMean ? "Not every run of DDP reaches the target, because the target follows from DDP's mean loss over the seeds." : ""].join(" ").trim();
+    lowest.hidden = !low; lowest.textContent = low; network = found.network ?? "";
     members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? []; target = found.target_loss;
     verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
     further.hidden = !rest; verdict.classList.toggle("none", /^No strategy/.test(sentence ?? ""));
@@ -197,7 +206,7 @@ export function comparePage(main, names) {
     if (!isSweep()) return;
     const found = await get(`/api/runs/${address(names[0])}/grid`);
     const fill = () => cells.replaceChildren(...grid(found, fill, (label) => first.focusOn?.(label && nameOf(label))));
-    cells.hidden = !found.cells;
+    cells.hidden = !found.cells; hint = beyond(found);
     if (found.cells && !cells.contains(document.activeElement)) fill();
   }
 

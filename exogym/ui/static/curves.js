@@ -5,7 +5,7 @@ import { csv, download, FONT, png } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
-const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6, FADED = 0.2, BEYOND = 1.15;
+const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6, FADED = 0.2, STRIP = 6, BEYOND = 1.15;
 const AXES = { step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)" };
 export const TABS = { tx_bytes: "Bytes", step: "Steps", time_s: "Predicted time", wall_s: "Wall time" };
 
@@ -121,15 +121,16 @@ function bar({ ctx, valToPos }, { color, lists: [[x], , [low], [high]] }) {
   ctx.fillRect(valToPos(x, "x", true) - 1, valToPos(high, "y", true), 2, valToPos(low, "y", true) - valToPos(high, "y", true));
 }
 
-// Areas below the curves, with their names where there is room.
+// Strips at the top of the chart, with their names where there is room.
 function areas({ ctx, bbox, valToPos, scales: { x: { min, max } } }, spans, text) {
+  const scale = devicePixelRatio || 1;
   ctx.save();
-  Object.assign(ctx, { font: `${11 * (devicePixelRatio || 1)}px ${FONT}`, textAlign: "left", textBaseline: "top" });
+  Object.assign(ctx, { font: `${11 * scale}px ${FONT}`, textAlign: "left", textBaseline: "top" });
   for (const { from, to, label, color } of spans.filter((span) => span.to > min && span.from < max)) {
     const [left, right] = [Math.max(from, min), Math.min(to, max)].map((x) => valToPos(x, "x", true));
-    ctx.fillStyle = `${color}44`; ctx.fillRect(left, bbox.top, Math.max(right - left, 1), bbox.height);
+    ctx.fillStyle = color; ctx.fillRect(left, bbox.top, Math.max(right - left, 1), STRIP * scale);
     ctx.fillStyle = text;
-    if (ctx.measureText(label).width < right - left - 8) ctx.fillText(label, left + 4, bbox.top + 4);
+    if (ctx.measureText(label).width < right - left - 8) ctx.fillText(label, left + 4, bbox.top + (STRIP + 4) * scale);
   }
   ctx.restore();
 }
@@ -184,7 +185,7 @@ function begin(holder, title, data) {
   const plot = new uPlot({
     width: holder.clientWidth || 320, height: tall, legend: { show: false }, focus: { alpha: FADED },
     scales: { x: { time: false, ...scaled(view.logx) }, y: scaled(view.logy) },
-    axes: [{ ...style, size: 34, labelSize: 20, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...ticks(view.logy) }],
+    axes: [{ ...style, size: 34, labelSize: 20, label: AXES[view.axis], values: marks(ofX), ...ticks(view.logx) }, { ...style, size: 62, values: marks(ofY), ...(holder.label ? { label: holder.label, labelSize: 18 } : {}), ...ticks(view.logy) }],
     series: [{ label: AXES[view.axis] }, ...series],
     bands: strong.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {

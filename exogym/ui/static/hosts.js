@@ -1,9 +1,10 @@
 // The hosts of runs, and their states. Hosts report over the run's own connections.
 
-import { address, bytes, get, isNumber, make, POLL_MS, rate, seconds, share, stateOf, table } from "./base.js";
+import { address, bytes, clock, get, isNumber, make, POLL_MS, rate, seconds, share, spark, stateOf, table } from "./base.js";
 
 const BEHIND_S = 6, MEASURED_S = 4;  // three reports of a host; seconds of looking, after which a run's pace is known
 const WELL = new Set(["starting", "running", "done", "stopped"]);
+const MOST_SEEN = 60, seen = new Map();  // points of a small curve; run and host to the rates that this page saw
 const firsts = new Map();  // run to when and at which step this page first saw it
 
 const stepsOf = (host) => (host.processes ?? []).map((one) => one.step);
@@ -27,18 +28,21 @@ function said(hosts, pace) {
   return [begin.length ? `${of(begin)}: starting.` : `${hosts.length > 1 ? `All ${hosts.length} hosts report` : "The host reports"}${apart ? `, at most ${apart} steps apart` : ""}.`, false];
 }
 
-function card(host) {
+function card(name, host) {
+  const key = `${name} ${host.address}`, rates = seen.get(key) ?? seen.set(key, []).get(key);
+  if (isNumber(host.tx_bps) && host.state === "running") rates.push(host.tx_bps);
+  if (rates.length > MOST_SEEN) rates.shift();
   const processes = host.processes ?? [], gpus = host.gpus ?? [], steps = stepsOf(host), most = Math.max(...steps), least = Math.min(...steps);
   const quiet = Math.max(0, ...processes.map((one) => one.quiet_s)), steady = !steps.length ? "" : least === most ? `${most}` : `${least} to ${most}`;
   const of = (used, total) => (isNumber(used) && isNumber(total) ? `${bytes(used)} of ${bytes(total)}` : "");
   const lines = {
     heartbeat: host.quiet_s === null ? "not yet" : `${seconds(Math.round(host.quiet_s))} ago`,
-    "last step": quiet > 30 ? `${steady}, silent for ${seconds(quiet)}` : steady,
+    "last step": quiet > 30 && host.state === "running" ? `${steady}, silent for ${seconds(quiet)}` : steady,
     device: gpus.length ? `${host.device}: ${[...new Set(gpus.map((gpu) => gpu.name))].join(", ")}` : host.device,
     CPU: `${share(host.cpu_use)}${isNumber(host.cores) ? ` of ${host.cores}` : ""}`,
     GPU: gpus.map((one) => `${share(one.use)}, ${of(one.memory_bytes, one.memory_total_bytes)}`).join("; "),
     memory: of(host.memory_bytes, host.memory_total_bytes), "run uses": bytes(host.run_memory_bytes),
-    received: rate(host.rx_bps), sent: rate(host.tx_bps),
+    received: rate(host.rx_bps), sent: rates.length > 2 ? make("span", {}, spark(rates, 0), rate(host.tx_bps)) : rate(host.tx_bps),
     restarts: host.restarts + Math.max(0, ...processes.map((one) => one.restarts)),
   };
   return make("dl", { class: "host" }, make("dt", {}, host.address), make("dd", {}, stateOf(host.state)),
@@ -48,13 +52,14 @@ function card(host) {
 // A run's hosts: a sentence, the time left, a card per host, and their events.
 export function hostsOf(name, found, total) {
   const last = newest(found.hosts), pace = paceOf(name, last), [text, isIll] = said(found.hosts, pace);
-  const isLive = found.hosts.some((host) => host.state === "running"), left = isLive && pace && isNumber(total) ? `, about ${seconds((total - last) / pace)} left` : "";
+  const isLive = found.hosts.some((host) => host.state === "running"), rest = (total - last) / pace;
+  const left = isLive && pace && isNumber(total) ? `, about ${seconds(rest)} left, done at about ${clock(Date.now() + 1000 * rest)}` : "";
   const events = (found.events ?? []).slice(-50).reverse().map((event) => make("tr", {},
     make("td", {}, new Date(event.at_s * 1000).toLocaleTimeString()), make("td", {}, event.host),
     make("td", {}, event.kind), make("td", { class: "text" }, event.why)));
   return [make("p", { class: isIll ? "health warn" : "health" }, text),
     ...(isNumber(total) ? [make("p", { class: "soft" }, `Step ${last} of ${total}${left}`), make("progress", { max: total, value: last, "aria-label": "steps" })] : []),
-    make("div", { class: "hosts" }, ...found.hosts.map(card)), make("details", {}, make("summary", {}, "Events"),
+    make("div", { class: "hosts" }, ...found.hosts.map((host) => card(name, host))), make("details", {}, make("summary", {}, "Events"),
       table([["time", false], ["host", false], ["event", false], ["reason", false]], make("tbody", {}, ...events)))];
 }
 

@@ -5,14 +5,14 @@ import { beside, draw, markOf, places } from "./curves.js";
 
 const ABSENT = "#7a3e9d";
 const KINDS = { compute: ["#0072b2", "computing"], send: ["#d55e00", "sending"], wait: ["#b8b8b8", "waiting"], absent: [ABSENT, "absent"] };
-const CROWD = "training loss", EDGE = 0.02;  // EDGE: the share of losses at each end that take the end's color
-const LEFT = 64, BELOW = 24, APART = 90;  // pixels of the names, of the marks, and between two marks
-const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending", waiting: "share of time waiting" };
+const CROWD = "training loss", EDGE = 0.02, MOST_TIMES = 4;  // EDGE: the share of losses at each end that take the end's color; MOST_TIMES: the median, and its part, at the ends of a relative loss
+const LEFT = 64, BELOW = 24, APART = 90, RIGHT = 150, NARROW = 600;  // pixels of the names, of the marks, between two marks, of the shares and of a narrow picture
+const VIEWS = { relative: "training loss relative to the median node", loss: "training loss", computing: "share of time computing", sending: "share of time sending", waiting: "share of time waiting" };
 
 // Light is low and dark is high, in both themes. null stays empty.
 const shade = (part) => `hsl(${205 - 25 * part} ${60 + 20 * part}% ${82 - 52 * part}%)`;
 
-function brushOn(canvas, rows, tall) {
+function brushOn(canvas, rows, tall, right = 0) {
   const width = canvas.parentElement.clientWidth || 600, height = rows * tall + BELOW, scale = devicePixelRatio || 1;
   canvas.width = width * scale; canvas.height = height * scale;
   canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
@@ -22,7 +22,7 @@ function brushOn(canvas, rows, tall) {
   brush.fillStyle = getComputedStyle(document.body).color;
   brush.font = "12px system-ui, sans-serif";
   brush.textBaseline = "middle";
-  return { brush, width: width - LEFT, height };
+  return { brush, width: width - LEFT - (width > NARROW ? right : 0), height, isWide: width > NARROW };
 }
 
 const tallOf = (nodes) => (nodes.length > 24 ? 8 : nodes.length > 8 ? 16 : 28);
@@ -51,7 +51,7 @@ function reading(canvas, textAt) {
   canvas.addEventListener("pointerleave", () => { tip.hidden = line.hidden = true; });
 }
 
-// The intervals of steps in which nodes were absent, as areas of a chart over steps.
+// The intervals of steps in which nodes were absent, as strips of a chart over steps.
 export function absences({ steps, loss, nodes }) {
   const gone = steps.map((_, k) => (loss.some((row) => row[k] !== null) ? nodes.filter((_, n) => loss[n][k] === null) : []).join(", "));
   const begins = gone.flatMap((text, k) => (text !== gone[k - 1] ? [k] : []));
@@ -76,19 +76,21 @@ export function nodesPicture() {
 
   // The rows of a view. away: whether a node was absent while others have a loss.
   function matrix(view) {
-    if (view !== "loss") return { steps: found.share_steps, rows: found.shares[view], away: [] };
+    if (found.shares[view]) return { steps: found.share_steps, rows: found.shares[view], away: [] };
     const known = found.steps.map((_, k) => found.loss.some((row) => row[k] !== null));
-    return { steps: found.steps, rows: found.loss, away: found.loss.map((row) => row.map((value, k) => known[k] && value === null)) };
+    const usual = found.steps.map((_, k) => { const all = found.loss.map((row) => row[k]).filter(isNumber).sort((a, b) => a - b); return (all[(all.length - 1) >> 1] + all[all.length >> 1]) / 2; });
+    const rows = view === "loss" ? found.loss : found.loss.map((row) => row.map((value, k) => (isNumber(value) && usual[k] > 0 ? value / usual[k] : value === null ? null : 1)));
+    return { steps: found.steps, rows, away: found.loss.map((row) => row.map((value, k) => known[k] && value === null)) };
   }
 
   function show() {
     box.hidden = found === null || !found.nodes.length;
     if (box.hidden) return;
-    const views = Object.keys(VIEWS).filter((view) => view === "loss" || found.shares[view]);
+    const views = Object.keys(VIEWS).filter((view) => (view === "relative" ? found.nodes.length > 1 : view === "loss" || found.shares[view]));
     if (choice.options.length !== views.length) {
       choice.replaceChildren(...views.map((view) => make("option", { value: view }, VIEWS[view])));
     }
-    const view = views.includes(look.nodes) ? look.nodes : "loss";
+    const view = views.includes(look.nodes) ? look.nodes : views[0];
     choice.value = view;
     crowd.hidden = !found.band;
     if (found.band) {
@@ -97,10 +99,10 @@ export function nodesPicture() {
       worst.replaceChildren(...found.worst.map(({ node, loss }) => make("li", {}, `node ${node}: ${figure(loss)}`)));
     }
     const { steps, rows, away } = matrix(view);
-    const values = rows.flat().filter(isNumber), isLoss = view === "loss";
+    const values = rows.flat().filter(isNumber), isLoss = !found.shares[view], ratio = view === "relative";
     const level = (value) => (isLoss ? Math.log(Math.max(value, 1e-12)) : value);
     const sorted = isLoss ? values.map(level).sort((a, b) => a - b) : [0, 1], edge = isLoss ? Math.floor(EDGE * sorted.length) : 0;
-    const low = sorted[edge], high = sorted.at(-1 - edge), part = (value) => Math.min(Math.max((level(value) - low) / (high - low), 0), 1);
+    const low = ratio ? -Math.log(MOST_TIMES) : sorted[edge], high = ratio ? -low : sorted.at(-1 - edge), part = (value) => Math.min(Math.max((level(value) - low) / (high - low), 0), 1);
     const tall = tallOf(rows), painted = brushOn(canvas, rows.length, tall), { brush, width } = painted, wide = width / steps.length;
     names(brush, found.nodes, tall);
     if (steps.length) marks(painted, rows.length * tall, steps[0], steps.at(-1), (step) => steps.findIndex((one) => one >= step) * wide, (step) => `step ${step}`, 1);
@@ -110,8 +112,8 @@ export function nodesPicture() {
       brush.fillStyle = gone ? ABSENT : shade(high > low ? part(value) : 0.5);
       brush.fillRect(LEFT + at * wide, k * tall, Math.max(wide, 0.5) + 0.3, tall - 1);
     }));
-    shown = { steps, rows, away, wide, tall, isLoss };
-    const range = isLoss && sorted.length ? [low, high].map((x) => figure(Math.exp(x), 3)) : ["0 %", "100 %"];
+    shown = { steps, rows, away, wide, tall, isLoss, ratio };
+    const range = isLoss && sorted.length ? [low, high].map((x) => (ratio ? `${figure(Math.exp(x), 2)}x` : figure(Math.exp(x), 3))) : ["0 %", "100 %"];
     const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
     said.replaceChildren(scaleBar(VIEWS[view], ...range, shade), `. ${!isLoss ? "Empty: no value" : away.flat().some(Boolean) ? "Purple: absent" : "No node was absent"}${more}.`);
     canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range.join(" to ")}`);
@@ -120,7 +122,7 @@ export function nodesPicture() {
   function readAt(x, y) {
     const row = Math.floor(y / shown.tall), at = Math.floor(x / shown.wide), value = shown.rows[row]?.[at];
     if (value === undefined) return "";
-    const text = value === null ? (shown.away[row]?.[at] ? "absent" : "no value") : shown.isLoss ? figure(value) : share(value);
+    const text = value === null ? (shown.away[row]?.[at] ? "absent" : "no value") : shown.ratio ? `${figure(value, 2)}x the median, ${figure(found.loss[row][at])}` : shown.isLoss ? figure(value) : share(value);
     return `node ${found.nodes[row]}, step ${shown.steps[at]}: ${text}`;
   }
   return { box, show(now) { found = now ?? found; show(); } };
@@ -178,7 +180,7 @@ export function timelinePicture(api) {
   function show() {
     box.hidden = !(found?.spans && found.nodes.length);
     if (box.hidden) return;
-    const tall = tallOf(found.nodes), painted = brushOn(canvas, found.nodes.length, tall), { brush } = painted;
+    const tall = tallOf(found.nodes), painted = brushOn(canvas, found.nodes.length, tall, RIGHT), { brush } = painted, sums = found.nodes.map(() => ({}));
     width = painted.width;
     names(brush, found.nodes, tall);
     const last = seconds(found.until_s), long = found.until_s - found.from_s;
@@ -187,12 +189,16 @@ export function timelinePicture(api) {
     for (const [node, kind, first, until] of found.spans) {
       brush.fillStyle = KINDS[kind]?.[0] ?? "#b8b8b8";
       brush.fillRect(LEFT + width * (first - found.from_s) / long, row.get(node) * tall, Math.max(width * (until - first) / long, 0.5), tall - 2);
+      sums[row.get(node)][kind] = (sums[row.get(node)][kind] ?? 0) + until - first;
     }
+    brush.fillStyle = getComputedStyle(document.body).color;
+    const texts = sums.map((sum) => ["compute", "send", "wait"].map((kind) => `${Math.round(100 * (sum[kind] ?? 0) / long)}`).join(" / "));
+    if (painted.isWide && tall > 8) texts.forEach((text, k) => brush.fillText(`${text} %`, LEFT + width + 10, (k + 0.5) * tall));
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
     const text = shares.map(([kind, part]) => `${KINDS[kind]?.[1] ?? kind} ${share(part)}`).join(", ");
     const cut = long < found.whole_s ? ` Shown: ${seconds(found.from_s)} to ${last} of ${seconds(found.whole_s)}.` : " Drag over the picture to zoom.";
     const away = found.spans.some(([, kind]) => kind === "absent") ? " Waiting includes absent." : "";
-    said.textContent = `Predicted time. Shares of the whole run: ${text}.${away}${cut}`;
+    said.textContent = `Predicted time.${painted.isWide && tall > 8 ? " Right: each node's computing / sending / waiting in the picture." : ""} Shares of the whole run: ${text}.${away}${cut}`;
     whole.hidden = window_ === null;
     canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes from ${seconds(found.from_s)} to ${last}: ${text}`);
   }

@@ -1,8 +1,8 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, heading, isNumber, look, make, noRun, notes, optionsOf, PART_BYTES, POLL_MS, seconds,
-  skeleton, stateOf, table,
+  actionsOf, address, againLink, bytes, clock, copied, figure, find, followed, get, heading, isNumber, look, make, noRun, notes, optionsOf, PART_BYTES, POLL_MS, seconds,
+  skeleton, stateOf, strategiesOf, table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { hostsOf } from "./hosts.js";
@@ -41,7 +41,7 @@ export function runPage(main, name) {
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
   main.append(head, trouble, at, bar, bones, tiles, health, actions.box, rest);
   const next = followed(name, MOST_POINTS);
-  let rows = [], away = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
+  let rows = [], away = [], best = null, run = null, told = "", seen = {}, over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
   function show() {
     const axis = rows.some((row) => isNumber(row[look.axis])) ? look.axis : "step";
@@ -63,24 +63,24 @@ export function runPage(main, name) {
 
   function summary() {
     if (run === null || run.reason) return;
-    const { step = 0, total_steps: total, heartbeat_s: heard } = run.status, rest = over ? null : left();
+    const { step: said = 0, total_steps: total, heartbeat_s: heard } = run.status, rest = over ? null : left(), step = Math.max(said, rows.at(-1)?.step ?? 0);
     const newest = (column) => rows.findLast((row) => isNumber(row[column])), loss = newest("val_loss");
     const sent = newest("tx_bytes"), timed = newest("wall_s");
-    const end = rest === null ? "" : `, done at about ${new Date(Date.now() + 1000 * rest).toLocaleTimeString([], { timeStyle: "short" })}`;
-    const ago = isNumber(heard) ? `, last report ${seconds(Math.max(0, Math.round(Date.now() / 1000 - heard)))} ago` : "";
-    const strategy = find(name)?.strategy ?? run.strategy;
-    at.textContent = [run.state, strategy].filter(Boolean).join(", ") + (over ? "" : ago + end);
+    const end = rest === null ? "" : `done at about ${clock(Date.now() + 1000 * rest)}`;
+    const ago = isNumber(heard) ? `last report ${seconds(Math.max(0, Math.round(Date.now() / 1000 - heard)))} ago` : "";
+    const now = find(name)?.strategies?.length ? strategiesOf(find(name)) : run.strategy ?? "";
+    at.replaceChildren(now);
     const tile = (title, value, below) => make("div", {}, make("dt", {}, title), make("dd", {}, value),
       make("dd", { class: "soft" }, below));
     bar.hidden = !isNumber(total) || run.state === "done"; bar.max = total ?? 1; bar.value = step;
     tiles.replaceChildren(
-      tile("State", stateOf(run.state), over ? strategy ?? "" : ago.slice(2)),
+      tile("State", stateOf(run.state, seen), over ? (isNumber(heard) ? `ended ${clock(1000 * heard)}` : "") : ago),
       tile("Step", `${step} of ${total ?? "?"}`, total ? `${Math.floor(100 * step / total)} %` : ""),
       tile("Validation loss", figure(loss?.val_loss) || "none yet", loss ? `at step ${loss.step}` : ""),
       tile("Best loss", figure(best?.val_loss) || "none yet", best ? `at step ${best.step}` : ""),
       tile("Sent per node", bytes(sent?.tx_bytes) || "none yet", sent ? `until step ${sent.step}` : ""),
       over ? tile("Time trained", seconds(timed?.wall_s) || "unknown", "")
-        : tile("Time left", rest === null ? "not known yet" : seconds(rest), timed ? `${seconds(timed.wall_s)} so far${end}` : ""));
+        : tile("Time left", rest === null ? "not known yet" : seconds(rest), [timed ? `${seconds(timed.wall_s)} so far` : "", end].filter(Boolean).join(", ")));
   }
 
   // What went wrong, with the last lines that the run said.
@@ -116,18 +116,23 @@ export function runPage(main, name) {
       return make("tr", {}, make("td", {}, new Date(at_s * 1000).toLocaleTimeString()), make("td", {}, kind),
         make("td", { class: "number" }, when), make("td", { class: "text" }, JSON.stringify(told)));
     }));
-    const text = JSON.stringify([run.description, run.command, run.snippet]);
+    const text = JSON.stringify([run.description, run.command]);
     if (text === shownAbout) return;  // keep the text that somebody may be selecting
     shownAbout = text;
-    about.replaceChildren(make("h2", {}, "Options"), ...optionTables(run),
-      run.command || run.snippet ? make("h2", {}, "Repeat this run") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
+    about.replaceChildren(make("h2", {}, "Options"), ...optionTables(run), ...(run.command ? [make("h2", {}, "Repeat this run"), copied("Command", run.command)] : []));
   }
+
+  // The sentences on nodes, with the time since an absence began.
+  const healthOf = (text) => (over ? text.replace("has been absent since", "was absent from") : text.replace(/absent since step (\d+)/, (all, step) => {
+    const ago = rows.at(-1)?.wall_s - rows.find((row) => row.step >= step)?.wall_s + Date.now() / 1000 - run.status.heartbeat_s;
+    return isNumber(ago) ? `${all} (${seconds(Math.max(0, Math.round(ago)))} ago)` : all;
+  }));
 
   // Draw the pictures, and return whether their files have more to read.
   async function pictures() {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
     nodes.show(told); away = absences(told); show();
-    health.textContent = told.health; health.classList.toggle("warn", Boolean(told.health) && !told.health.startsWith("All "));
+    seen = told; health.textContent = healthOf(told.health); health.classList.toggle("warn", Boolean(told.health) && !told.health.startsWith("All "));
     await timeline.load();
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;

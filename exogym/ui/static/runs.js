@@ -1,12 +1,12 @@
 // The list of runs.
 
-import { address, ageOf, bytes, figure, get, isNumber, look, make, seconds, share, skeleton, stateOf, store, titled, toAddress } from "./base.js";
+import { address, ageOf, bytes, figure, get, isNumber, look, make, PART_BYTES, seconds, share, skeleton, spark, stateOf, store, strategiesOf, titled, toAddress } from "./base.js";
 import { byLoss, spread, winnerOf } from "./verdict.js";
 
 const MOST_ROWS = 300, MOST_POINTS = 60;  // rows at first, points of a sparkline
-const MOST_AT_ONCE = 4, NEWER = 1.05;  // sparklines asked for; a curve is asked for again when it is 5 % longer
+const MOST_AT_ONCE = 4, NEWER = 1.05, NODES_MS = 5000;  // sparklines asked for; a curve is asked for again when it is 5 % longer, nodes after 5 s
 const DEMO = "#/new?line=compare+--strategies+ddp,diloco:H=10,sparta+--nodes+4+--steps+400";
-const [WIDE, HIGH] = [90, 22], known = new Map(), open = new Set();
+const known = new Map(), nodes = new Map(), open = new Set();
 let most = MOST_ROWS, asking = 0, waiting = [];
 
 // A run's small curve and a comparison's verdict are asked for when the row comes into view.
@@ -19,25 +19,25 @@ function next() {
   while (asking < MOST_AT_ONCE && waiting.length) fetched(waiting.shift());
 }
 async function fetched(box) {
-  const { run } = box, { step = Infinity } = known.get(run.name) ?? {};
+  const { run } = box, { step = Infinity } = known.get(run.name) ?? {}, path = `/api/runs/${address(run.name)}`;
+  if (run.kind === "run" && run.state === "running" && !(performance.now() - nodes.get(run.name)?.at < NODES_MS)) {
+    nodes.set(run.name, { ...nodes.get(run.name), at: performance.now() });
+    get(`${path}/nodes?most_bytes=${PART_BYTES}`).then(({ health, absent, of }) => { Object.assign(nodes.get(run.name), { health, absent, of }); fill(run); }).catch(() => {});
+  }
   if (run.step === step || (run.state === "running" && run.step > step && run.step < NEWER * step)) return;
   asking += 1;
   try {
-    const found = await get(`/api/runs/${address(run.name)}/${run.kind === "run" ? `records?node=none&after=-1&most=${MOST_POINTS}` : "verdict"}`), records = found.records ?? [];
+    const found = await get(`${path}/${run.kind === "run" ? `records?node=none&after=-1&most=${MOST_POINTS}` : "verdict"}`), records = found.records ?? [];
     known.set(run.name, { step: run.step, found, losses: ["val_loss", "train_loss"].map((key) => records.map((row) => row[key]).filter((y) => isNumber(y) && y > 0)).find((all) => all.length > 1)?.map(Math.log) ?? [] });
-    for (const one of document.querySelectorAll(".later")) if (one.run.name === run.name) one.replaceChildren(one.content(run));
+    fill(run);
   } catch { /* the row says what is wrong */ } finally { asking -= 1; next(); }
+}
+function fill(run) {
+  for (const one of document.querySelectorAll(".later")) if (one.run.name === run.name) one.replaceChildren(one.content(run));
 }
 function curve(run) {
   const losses = known.get(run.name)?.losses ?? [];
-  if (losses.length < 2) return "";
-  const low = Math.min(...losses), high = Math.max(...losses);
-  const scale = devicePixelRatio || 1, picture = make("canvas", { width: WIDE * scale, height: HIGH * scale, "aria-hidden": "true" }), brush = picture.getContext("2d");
-  brush.scale(scale, scale);
-  brush.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue("--link"); brush.lineWidth = 1.4;
-  losses.forEach((y, k) => brush.lineTo(k / (losses.length - 1) * WIDE, 1 + (HIGH - 2) * (high > low ? (high - y) / (high - low) : 0.5)));
-  brush.stroke();
-  return picture;
+  return losses.length < 2 ? "" : spark(losses);
 }
 function later(run, kind, content) {
   if (run.step === null) return "";
@@ -53,14 +53,14 @@ function progress(run) {
   if (run.step === null || !run.total_steps) return "";
   const text = `${run.step}/${run.total_steps}`;
   if (run.state !== "running") return text;
-  const left = run.step > 0 && isNumber(run.wall_s) ? `, ${seconds(run.wall_s * (run.total_steps - run.step) / run.step)} left` : "";
-  return make("span", {}, `${text}${left}`, make("progress", { max: run.total_steps, value: run.step, "aria-label": text }));
+  const left = run.step > 0 && isNumber(run.wall_s) ? `${seconds(run.wall_s * (run.total_steps - run.step) / run.step)} left` : "";
+  return make("span", {}, text, make("progress", { max: run.total_steps, value: run.step, "aria-label": text }), make("small", { class: "soft" }, left));
 }
 
 export const COLUMNS = [
   ["name", "run", (run) => run.name],
   ["state", "state", (run) => run.state],
-  ["strategy", "strategy", (run) => make("span", {}, ...(run.strategy ?? "").split(/(?<=[,:])/).flatMap((part) => [part, make("wbr")]))],
+  ["strategy", "strategy", strategiesOf],
   ["step", "progress", progress, true],
   ["loss", "loss", (run) => (run.kind === "run" ? make("span", {}, later(run, "span", curve), figure(run.loss, 3)) : later(run, "span", lossOf)), true],
   ["tx_bytes", "sent/node", (run) => bytes(run.tx_bytes), true],
@@ -88,7 +88,7 @@ export function cell(run, [key, title, text, number]) {
     return make("td", { class: `name${run.name.includes("/") ? " child" : ""}`, title: run.reason ?? run.note }, make("a", { href: way }, name),
       ...run.tags.map((tag) => make("span", { class: "tag" }, tag)), name === run.name ? "" : make("small", { class: "soft" }, run.name), run.kind === "run" ? "" : later(run, "small", winner));
   }
-  if (key === "state") return make("td", {}, stateOf(run.state));
+  if (key === "state") return make("td", { class: "state-of" }, later(run, "b", ({ state, name }) => stateOf(state, nodes.get(name))) || stateOf(run.state));
   return make("td", { class: number ? "number" : "text", "data-head": title }, text(run));
 }
 

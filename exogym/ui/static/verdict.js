@@ -7,7 +7,7 @@ const ALIKE = 0.01;  // losses and bytes this close are called alike
 export const labelOfRow = (row) => row.cell ?? row.strategy;
 export const titleOfRow = (row) => row.title ?? labelOfRow(row);
 export const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
-const times = (ratio) => `${Number(ratio.toPrecision(ratio > 1.1 && ratio < 10 ? 2 : 3))}`;
+export const times = (ratio) => (ratio < 1 ? ratio.toPrecision(2) : `${Number(ratio.toPrecision(ratio > 1.1 && ratio < 10 ? 2 : 3))}`);
 
 const endOf = (row) => (isNumber(row.val_loss) ? row.val_loss : Infinity);  // a loss that is not finite arrives as text
 // Who needs the fewest bytes to the target comes first, then who reached it in some runs, then by loss.
@@ -34,6 +34,18 @@ export function winnerOf({ rows = [], verdict = "" }, kind, isLong = false) {
   return `Fewest bytes: ${titleOfRow(first)}, ${bytes(first.target_bytes)}${than}${verdict.includes("needs fewest is undecided") ? " (undecided)" : ""}`;
 }
 
+const NOT_TUNED = new Set(["num_nodes", "max_steps", "batch_size"]);
+// What to try next, if a sweep's best cell has an axis's lowest or highest number.
+export function beyond({ axes = {}, cells = [], best }) {
+  const options = cells.find(({ cell }) => cell === best)?.options ?? {};
+  const further = Object.entries(axes).flatMap(([name, given]) => {
+    const values = given.map(Number), own = Number(options[name]), [low, high] = [Math.min(...values), Math.max(...values)];
+    if (NOT_TUNED.has(name) || low === high || !values.every(isNumber)) return [];
+    return own === low && own !== 1 && own > 0 ? [`lower ${name}`] : own === high ? [`higher ${name}`] : [];
+  });
+  return further.length ? `The best cell is at the edge of the grid: try ${further.join(" and ")}.` : "";
+}
+
 // The bytes at which a run's loss first reached a value, between two evaluations by a straight line.
 function bytesUntil(rows, loss) {
   const k = rows.findIndex((row) => row.val_loss <= loss), [a, b] = [rows[k - 1], rows[k]];
@@ -41,7 +53,7 @@ function bytesUntil(rows, loss) {
 }
 
 // A sentence on a few single runs {title, rows}: who needs the fewest bytes for the same loss, and who ends lowest.
-export function verdictOf(runs) {
+export function verdictOf(runs, caveat) {
   const lost = runs.filter(({ rows }) => typeof rows.findLast((row) => row.val_loss != null)?.val_loss === "string"), diverged = lost.map(({ title }) => `${title} ends without a finite loss.`).join(" ");
   const known = runs.filter((run) => !lost.includes(run)).map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) })).filter(({ rows }) => rows.length); if (known.length < 2) return diverged;
   const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss), [best, worst] = [ends[0], ends.at(-1)];
@@ -50,5 +62,5 @@ export function verdictOf(runs) {
   const verb = (found, text) => `${all(found)} ${text}${found.length > 1 ? "" : "s"}`, same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
   const need = fewest.length === known.length ? `${diverged ? all(known) : known.length > 2 ? "All" : "Both"} need about ${bytes(few.sent)} for ${same}` : `${verb(fewest, "need")} ${few.sent ? than : `no bytes for ${same}`}`;
   const who = all(lowest) === all(fewest) ? `end${lowest.length > 1 ? "" : "s"}` : verb(lowest, "end"), low = known.length > 2 ? `with the lowest loss, ${figure(best.loss)}` : best.loss > 0 ? `${(100 * (1 - best.loss / worst.loss)).toFixed(0)} % lower` : `lower, at ${figure(best.loss)}`;
-  return `${need}, and ${lowest.length === known.length ? "they end alike" : `${who} ${low}`}.${diverged && ` ${diverged}`}`;
+  return `${need}, and ${lowest.length === known.length ? "they end alike" : `${who} ${low}`}. ${caveat}${diverged && ` ${diverged}`}`;
 }
