@@ -304,7 +304,7 @@ def test_without_a_terminal_each_question_names_its_option(capsys: pytest.Captur
         ([], "pass --task"),
         (["--task", "digit"], "did you mean 'digits'"),
         (["--task", "digits", "--hosts", "one.json"], "only one computer"),
-        (["--task", "digits", "--hosts", "torn.json"], "not JSON"),
+        (["--task", "digits", "--hosts", "torn.json"], "invalid JSON"),
         (["--task", "digits", "--hosts", "two.json", "--not-here"], "--here is for pairing, but --hosts='two.json'"),
         (["--task", "digits", "--hosts", "two.json", "--code", "a=1"], "--code is for pairing"),
         (["--task", "digits", "--hosts", "two.json", "--at", "10.0.0.9"], "--at is for pairing"),
