@@ -152,7 +152,7 @@ class Pointer:
 
 
 def kept_by_nodes(model: nn.Module) -> set[str]:
-    """Return the buffers in modules' `own_buffers`, which nodes neither average nor send; ModelError if not buffers."""
+    """Return the buffers in modules' `own_buffers`, which nodes neither average nor send, or raise ModelError."""
     named, there = set(), dict(model.named_buffers())
     for path, module in model.named_modules():
         keys = getattr(module, OWN, ())
