@@ -271,7 +271,7 @@ def _of_bytes(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[fl
     if len(first) > 1:
         who = _list([f"{row['title']} ({sent[row['strategy']]})" for row in first])
         text = f"{who} reached {loss} with the fewest bytes; which of them needs fewest is undecided"
-        return f"{text}: their seeds overlap{more}."
+        return f"{text}: their seeds don't separate them{more}."
     best = first[0]
     text, own = f"{best['title']}{_later(best)} reached {loss}", sent[best["strategy"]]
     if len(there) == 1:
@@ -291,7 +291,7 @@ def _of_time(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
     took = {row["strategy"]: readable_seconds(row["target_s"]) for row in there}
     if len(first) > 1:
         who = _list([f"{row['title']} ({took[row['strategy']]})" for row in first])
-        return f"{where}{who} reached it first; which of them is faster is undecided: their seeds overlap."
+        return f"{where}{who} reached it first; which of them is faster is undecided: their seeds don't separate them."
     best = first[0]
     others = sorted((row for row in there if row is not best), key=lambda row: row["target_s"])
     after = next((row for row in others if name_of(row["strategy"]) == BASELINE), others[0] if others else None)
@@ -307,7 +307,7 @@ def _of_loss(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
     ends = {row["strategy"]: spread_text(row, "val_loss", "{:.4f}") for row in rows}
     if len(first) > 1:
         who = _list([f"{row['title']} ({ends[row['strategy']]})" for row in first])
-        return f"The lowest final loss is undecided between {who}: their seeds overlap."
+        return f"The lowest final loss is undecided between {who}: their seeds don't separate them."
     lowest = "the lowest validation loss," if len(rows) > 1 else "a validation loss of"
     return f"{first[0]['title']} ended with {lowest} {ends[first[0]['strategy']]}."
 

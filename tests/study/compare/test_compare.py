@@ -260,7 +260,7 @@ def test_the_verdict_names_no_winner_where_seeds_overlap() -> None:
     assert "ONE (71.8 B per node) and OTHER (77.4 B per node) reached" in text and "fewest" in text
     assert text.count("undecided") == 2 and "ended" not in text
     ends = "ONE (0.6000 ± 0.1414) and OTHER (0.7000 ± 0.1414)"
-    assert text.endswith(f"The lowest final loss is undecided between {ends}: their seeds overlap.")
+    assert text.endswith(f"The lowest final loss is undecided between {ends}: their seeds don't separate them.")
     for apart in (runs_of("other", [0.75, 0.8], 100.0), runs_of("other", [0.71, 1.5], 100.0)):
         is_decided = apart["other", 1].last["val_loss"] < 1  # else the means are closer than the spread
         assert ("ONE ended with the lowest" in verdict(one, apart)) == is_decided
