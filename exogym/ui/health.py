@@ -40,7 +40,7 @@ def settled(losses: Sequence[Sequence[float | None]]) -> list[Sequence[float | N
 def gone_of(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> dict[int, int]:
     """Return each node without the newest loss, and the column of its last loss; -1 if it has none."""
     last = [max((k for k, loss in enumerate(row) if loss is not None), default=-1) for row in losses]
-    return {node: k for node, k in zip(nodes, last, strict=True) if k < max([0, *last])}
+    return {node: k for node, k in zip(nodes, last, strict=True) if k < max(last)}
 
 
 def _absent(nodes: Sequence[int], losses: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[str]:

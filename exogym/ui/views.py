@@ -213,7 +213,7 @@ def timeline_of(
         return {}
     spans = [span for span in spans if isinstance(span, list) and len(span) == 5 and all(map(is_finite, span[2:4]))]
     nodes = sorted({span[0] for span in spans if type(span[0]) is int and span[0] >= 0})[:MOST_NODES]
-    spans = sorted((span for span in spans if span[0] in nodes), key=lambda span: span[2])
+    spans = sorted((span for span in spans if type(span[0]) is int and span[0] in nodes), key=lambda span: span[2])
     away: dict[int, list[float]] = {}
     for node, second in stood:
         away.setdefault(node, []).append(second)

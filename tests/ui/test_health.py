@@ -11,7 +11,7 @@ from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
 from exogym.study import runs
 from exogym.testing import small_problem
-from exogym.ui.health import health_of
+from exogym.ui.health import gone_of, health_of, settled
 from exogym.ui.views import nodes_of
 
 
@@ -59,3 +59,9 @@ def test_a_high_loss_is_named() -> None:
     assert health_of(found) == "All 3 nodes are healthy."
     assert health_of(found | {"nodes": [0], "loss": rows[:1], "of": 1}) == ""
     assert health_of({"nodes": [], "of": 0, "steps": [], "loss": [], "shares": {}}) == ""
+
+
+def test_nobody_is_absent_while_the_first_step_is_written() -> None:
+    found = {"nodes": [0, 1, 2], "of": 3, "steps": [1], "loss": [[1.0], [None], [None]], "shares": {}}
+    assert gone_of(found["nodes"], settled(found["loss"])) == {}
+    assert health_of(found) == "All 3 nodes are healthy."

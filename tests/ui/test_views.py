@@ -88,10 +88,11 @@ def test_the_timeline_is_kept_and_cut(top: Path, tmp_path: Path) -> None:
     assert {span[1] for span in found["spans"]} >= {"compute", "send", "wait"}
     assert sum(found["shares"].values()) == pytest.approx(1)
     many = [[0, "compute", float(k), float(k + 1), ""] for k in range(3 * MOST_SPANS)]
-    odd = [["x"], [0, "compute", "<b>", 2.0, ""], [0, "compute", 1.0, None, ""], 7]
+    odd = [["x"], [0, "compute", "<b>", 2.0, ""], [0, "compute", 1.0, None, ""], [False, "send", 0.0, 1.0, ""], 7]
     (tmp_path / "timeline.json").write_text(json.dumps({"spans": [*odd, *many], "shares": {"compute": "x"}}))
     cut = timeline_of(tmp_path)
     assert len(cut["spans"]) == MOST_SPANS and cut["until_s"] == MOST_SPANS < cut["whole_s"] and cut["shares"] == {}
+    assert {span[1] for span in cut["spans"]} == {"compute"}  # False is no node
     (tmp_path / "timeline.json").write_text('{"spans"')
     with pytest.raises(ArgumentError, match=r"timeline\.json is not complete JSON"):
         timeline_of(tmp_path)

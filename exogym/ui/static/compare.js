@@ -7,7 +7,7 @@ import {
 import { axisChoice, draw, markOf, places, TABS } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
-import { beyond, byBytes, byLoss, byName, labelOfRow, spread, times, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
+import { beyond, byBytes, byLoss, byName, isOpenOf, labelOfRow, spread, times, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
 
 const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360, AT_ONCE = 4;
 const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a", FAINT = "#7F7F7F";  // FAINT: the color of a sweep's cells after the best
@@ -101,8 +101,7 @@ export function comparePage(main, names) {
     if (own === null) head.textContent = all.length > MOST_BESIDE ? `${all.length} runs` : said.join(" and ") || "Compare";
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
-    const isOpen = all.every((name) => undecided.includes(titleOf(name)));
-    const caveat = isOpen ? "One seed each; over all seeds of the comparison, which ends lower is undecided." : "One seed each: train more seeds before you choose.";
+    const isOpen = new Set(all.map((name) => name.split("/")[0])).size === 1 && isOpenOf(undecided, all.map(titleOf)), caveat = isOpen ? "One seed each; over all seeds of the comparison, which ends lower is undecided." : "One seed each: train more seeds before you choose.";
     const found = all.map(find), isOther = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null)).size > 1, about = isOther ? "These runs train different tasks: their losses do not compare." : verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })), caveat);
     const sentence = about && !isOther && found.some((run) => run?.state === "running") ? `So far, ${about}` : about;
     verdict.hidden = !sentence; verdict.textContent = sentence;
@@ -182,7 +181,7 @@ export function comparePage(main, names) {
     if (own === null) {
       for (const parent of new Set(names.filter((name) => name.includes("/") && !titles.has(name)).map((name) => name.split("/")[0]))) {
         const { members = {}, rows = [], colors: looks, verdict: text = "" } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
-        undecided += text.split("lowest final loss is undecided between")[1] ?? "";
+        undecided = text;
         for (const [name, label] of Object.entries(members)) {
           titles.set(name, titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label }));
           if (looks[label][0] !== FAINT) colors[titles.get(name)] = looks[label];

@@ -79,7 +79,7 @@ export function nodesPicture() {
     if (found.shares[view]) return { steps: found.share_steps, rows: found.shares[view], away: [] };
     const known = found.steps.map((_, k) => found.loss.some((row) => row[k] !== null));
     const usual = found.steps.map((_, k) => { const all = found.loss.map((row) => row[k]).filter(isNumber).sort((a, b) => a - b); return (all[(all.length - 1) >> 1] + all[all.length >> 1]) / 2; });
-    const rows = view === "loss" ? found.loss : found.loss.map((row) => row.map((value, k) => (isNumber(value) && usual[k] > 0 ? value / usual[k] : value === null ? null : 1)));
+    const rows = view === "loss" ? found.loss : found.loss.map((row) => row.map((value, k) => (isNumber(value) && usual[k] > 0 ? value / usual[k] : null)));
     return { steps: found.steps, rows, away: found.loss.map((row) => row.map((value, k) => known[k] && value === null)) };
   }
 

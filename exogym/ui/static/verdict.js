@@ -41,9 +41,15 @@ export function beyond({ axes = {}, cells = [], best }) {
   const further = Object.entries(axes).flatMap(([name, given]) => {
     const values = given.map(Number), own = Number(options[name]), [low, high] = [Math.min(...values), Math.max(...values)];
     if (NOT_TUNED.has(name) || low === high || !values.every(isNumber)) return [];
-    return own === low && own !== 1 && own > 0 ? [`lower ${name}`] : own === high ? [`higher ${name}`] : [];
+    return own === low && own !== 1 && own > 0 ? [`lower ${name}`] : own === high && own !== 1 ? [`higher ${name}`] : [];
   });
   return further.length ? `The best cell is at the edge of the grid: try ${further.join(" and ")}.` : "";
+}
+
+// Whether a comparison's verdict leaves open which of these strategies ends lowest.
+export function isOpenOf(verdict, titles) {
+  const open = (/lowest final loss is undecided between (.*): their/.exec(verdict)?.[1] ?? "").split(/(?<=\)), | and /).map((part) => part.replace(/ \([^()]*\)$/, ""));
+  return new Set(titles).size === titles.length && titles.every((title) => open.includes(title));
 }
 
 // The bytes at which a run's loss first reached a value, between two evaluations by a straight line.
