@@ -172,7 +172,7 @@ def page(path: Path, top: Path) -> Callable[[], str | None]:
     from exogym.cli import app
     from exogym.cli.ui import forms_of
     from exogym.errors import ExoGymError
-    from exogym.ui.repeat import command_of
+    from exogym.ui.repeat import command_of, snippet_of
     from exogym.ui.starting import Starter
     from exogym.ui.views import grid_of, verdict_of
 
@@ -191,6 +191,7 @@ def page(path: Path, top: Path) -> Callable[[], str | None]:
         for part in (
             lambda: starter.choices(path), lambda: starter.again(path), lambda: starter.resume(path),
             lambda: verdict_of(path), lambda: grid_of(path, {}), lambda: command_of(about),
+            lambda: snippet_of(path / "ddp-seed-0", about),
         ):  # fmt: skip
             signal.setitimer(signal.ITIMER_REAL, MOST_S)
             try:

@@ -41,7 +41,7 @@ from exogym.ui.door import ASYNCIO, AT_ONCE, LOG, QUEUE, Gate, Seldom, filtered
 from exogym.ui.guard import Guard
 from exogym.ui.health import gone_of, health_of, settled
 from exogym.ui.lines import as_text, newest_events, some_of
-from exogym.ui.repeat import command_of, usual_of
+from exogym.ui.repeat import command_of, snippet_of, usual_of
 from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Form, Starter
 from exogym.ui.views import grid_of, timeline_of, verdict_of
@@ -181,7 +181,7 @@ def application(
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
-            "strategy": runs.short_name(run.description.get("strategy")),
+            "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
             "events": newest_events(path / "events.jsonl", MOST_EVENTS),
             "actions": choices(path), "may_start": starter is not None, "usual": usual_of(run.description),
             "output": "" if starter is None else starter.output_of(pid), **asdict(read_notes(path)),

@@ -74,7 +74,7 @@ BEYOND: dict[str, str] = {
         exogym.machines.remote.health: read_hosts
         exogym.machines.remote.hosts: is_loopback
         exogym.strategy.names: short_names titles
-        exogym.study.compare.asked: ComparisonOptions
+        exogym.study.compare.asked: PASSED_AS_TEXT ComparisonOptions
         exogym.study.compare.catalog: catalog
         exogym.study.compare.colors: looks_of
         exogym.study.compare.entries: split_strategies
@@ -126,7 +126,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 33, "study": 41, "cli": 35}  # names of each wing in `BEYOND`
+MOST = {"home": 43, "mesh": 18, "clusters": 15, "ui": 34, "study": 41, "cli": 35}  # names of each wing in `BEYOND`
 
 
 # What may be imported

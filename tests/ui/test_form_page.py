@@ -101,7 +101,7 @@ def test_the_line_is_completed_by_keys_and_pointer(browser: Any) -> None:
     assert line.get_attribute("aria-activedescendant") == "suggestion-1"
     line.send_keys(Keys.ENTER)
     until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples")
-    line.send_keys(",ddp")
+    browser.find_element("css selector", "[data-strategy=ddp]").click()
     until(browser, LINE, lambda text: text == "compare --strategies diloco:weighting=examples,ddp")
     wanted = "6 runs: DiLoCo (weighting=examples), DDP, 3 seeds each"
     assert wanted in until(browser, PLAN, lambda text: "6 runs" in text)

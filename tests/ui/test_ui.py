@@ -527,7 +527,7 @@ def test_looking_at_runs_loads_no_torch(tmp_path: Path) -> None:
         try:
             assert process.stdout is not None
             page = Page(process.stdout.readline().strip(), tmp_path)
-            assert page.json(f"/api/runs/{name}")["state"]
+            assert "compare(" in page.json(f"/api/runs/{name}")["snippet"]
             for path in ("/api/runs", "/api/hosts", "/api/started", *(f"/api/runs/{name}/{view}" for view in VIEWS)):
                 page.json(path)
             loaded = Path(f"/proc/{process.pid}/maps")

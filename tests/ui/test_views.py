@@ -10,7 +10,7 @@ import pytest
 import torch
 import typer
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.cli import app, main
 from exogym.cli.ui import forms_of
@@ -25,7 +25,7 @@ from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.study.sweep import sweep
 from exogym.testing import small_problem
 from exogym.ui.lines import thinned
-from exogym.ui.repeat import command_of
+from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Starter
 from exogym.ui.views import MOST_COLUMNS, MOST_NODES, MOST_SPANS, grid_of, nodes_of, timeline_of
@@ -123,6 +123,36 @@ def _cells(top: Path) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
+def test_a_snippet_has_the_options_that_runs_were_passed(tmp_path: Path) -> None:
+    """Where they are text; no snippet names an object, such as faults."""
+    small: dict[str, Any] = {"max_steps": 3, "num_nodes": 2, "device": "cpu", "seeds": 1, "gradient_accumulation": 2}
+    small |= {"placement": Placement(reduction="native", max_restarts=1, client_state_memory=1e6)}  # two need a folder
+    for study, what in ((compare, "ddp"), (sweep, {"shuffle": [False], "strategy": ["ddp"]})):
+        for name, faults in (("a", None), ("b", Faults(drop_rate=0.1))):
+            out = tmp_path / study.__name__ / name
+            folder = study("digits", what, out=out, val_size=9, faults=faults, **small).folder
+            assert folder is not None
+            (path,) = folder.glob("*-seed-0")
+            found = snippet_of(path, read_object(path / "run.json"))
+            if faults is not None:
+                assert found == ""
+                continue
+            assert ("shuffle=False" in found) is (study is sweep) and "hang_s" not in found
+            named: dict[str, Any] = {}
+            exec(found, named)
+            assert named["result"].rows[0]["val_loss"] == runs.load(path).summary["val_loss"]
+
+
+def test_a_snippet_repeats_the_run(top: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a comparison and of a sweep it comes to the same loss."""
+    (parent,) = top.glob("digits-*")
+    for path in (parent / "diloco-H-5-seed-0", top / "grid" / "H-5-lr-0.01-seed-1"):
+        wanted = runs.load(path).summary["val_loss"]
+        named: dict[str, Any] = {}
+        exec(snippet_of(path, read_object(path / "run.json")), named)
+        assert named["result"].rows[0]["val_loss"] == wanted, path
+
+
 SCRIPT = """
 import os, signal, sys
 import torch
@@ -145,7 +175,7 @@ def ran(folder: Path, *words: str, **more: Any) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.slow
-def test_a_script_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
+def test_a_script_that_was_stopped_is_gone_on_with_and_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     folder = tmp_path / "runs" / "mine"
     assert ran(tmp_path, "train.py", "stop").returncode == 143 and read_status(folder)["state"] == "stopped"
@@ -164,6 +194,9 @@ def test_a_script_that_was_stopped_is_gone_on_with(tmp_path: Path) -> None:
     assert started[1].read_text().splitlines()[-1] == whole.stdout.splitlines()[-1]  # the same bits
     with pytest.raises(ArgumentError, match="has trained all its steps"):
         own.resume(folder)
+    again = ran(tmp_path, "-c", snippet_of(folder, about).replace("'stop'", "'whole'"),
+                env={**_environment(), "WHERE": "runs/again"})  # fmt: skip
+    assert again.returncode == 0 and again.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1], again.stderr
 
 
 def _environment() -> dict[str, str]:
@@ -189,6 +222,7 @@ def test_what_a_folder_names_is_no_reason_to_run_it(tmp_path: Path) -> None:
         (folder / "run.json").write_text(json.dumps(about))
         with pytest.raises(ArgumentError, match="has no script to start"):
             own.resume(folder)
+        assert snippet_of(folder, about) == "" or about["command"] == ["none.py"]
     assert own.started() == []
 
 

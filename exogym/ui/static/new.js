@@ -3,6 +3,7 @@
 import { address, get, make, POLL_MS, send } from "./base.js";
 
 const PAUSE_MS = 300, MOST_SHOWN = 12;  // from the last key to a check; suggestions
+const COMMON = ["ddp", "diloco:H=30", "fedavg:H=10", "sparta", "demo", "powersgd"];
 const CHECKING = "Checking the line.";
 const OF_STRATEGIES = new Set(["strategies", "strategy"]);
 const FIRST = "compare --strategies ddp,diloco:H=30,sparta --nodes 4 --steps 400";
@@ -71,6 +72,8 @@ export function newPage(main) {
       guessed.textContent = before === line.value ? found.text : "";  // it may be of another line by now
       trying = false; guess.disabled = button.disabled;
     } }, "Estimate"), guessed = make("pre", { id: "estimated", role: "status" });
+  const common = make("div", { class: "bar", role: "group", "aria-label": "Common strategies" }, ...COMMON.map((text) => make("button", {
+    type: "button", class: "chip", "data-strategy": text, onclick() { add(text); } }, text)));
   const form = make("form", { onsubmit: async (event) => {
     event.preventDefault();
     if (checked !== line.value) { wanted = line.value; at.textContent = CHECKING; return; }  // it starts if the check of this text is fine
@@ -80,9 +83,17 @@ export function newPage(main) {
       const found = await send("/api/start", { command, options });
       at.textContent = `started as process ${found.pid}; it appears under Runs when it trains`;
     } catch (error) { at.textContent = error.message; } finally { starting = false; }
-  } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
+  } }, make("div", { class: "line" }, make("span", { "aria-hidden": "true" }, "exogym "), line, list), help, common, wrong, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
   let forms = {}, catalog = {}, timer = 0, checking = 0, asked = 0, gone = false, trying = false, starting = false, offered = null, chosen = -1, begun = "", checked = null, wanted = null;  // checked: the text of the last check; wanted: the text to start
+
+  // Write a strategy into the line.
+  function add(text) {
+    const option = /^\s*(?:exogym\s+)?sweep/.test(line.value) ? "--strategy" : "--strategies", known = new RegExp(`(${option}[= ])(\\S*)`);
+    if (!known.test(line.value)) line.value = `${line.value.trimEnd()} ${option} ${text}`.trimStart();
+    else line.value = line.value.replace(known, (_, flag, before) => `${flag}${before && option === "--strategies" ? `${before},` : ""}${text}`);
+    line.focus(); changed();
+  }
 
   function close() { list.hidden = true; offered = null; chosen = -1; line.setAttribute("aria-expanded", "false"); line.removeAttribute("aria-activedescendant"); }
 

@@ -116,10 +116,11 @@ export function runPage(main, name) {
       return make("tr", {}, make("td", {}, new Date(at_s * 1000).toLocaleTimeString()), make("td", {}, kind),
         make("td", { class: "number" }, when), make("td", { class: "text" }, JSON.stringify(told)));
     }));
-    const text = JSON.stringify([run.description, run.command]);
+    const text = JSON.stringify([run.description, run.command, run.snippet]);
     if (text === shownAbout) return;  // keep the text that somebody may be selecting
     shownAbout = text;
-    about.replaceChildren(make("h2", {}, "Options"), ...optionTables(run), ...(run.command ? [make("h2", {}, "Repeat this run"), copied("Command", run.command)] : []));
+    about.replaceChildren(make("h2", {}, "Options"), ...optionTables(run),
+      run.command || run.snippet ? make("h2", {}, "Repeat this run") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
   }
 
   // The sentences on nodes, with the time since an absence began.
