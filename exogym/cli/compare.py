@@ -161,7 +161,7 @@ def compare(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Resume the interrupted comparison in the folder --out with its original options."
+            "--resume", help="Resume the interrupted comparison in the --out folder, with its original options."
         ),
     ] = False,
     debug: Debug = False,

@@ -44,7 +44,7 @@ def doctor(
     task: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="With --measure: task whose step is measured, too, by NAME or module:function."
+            metavar="NAME", help="With --measure: also time a step of this task (a name, or module:function)."
         ),
     ] = None,
     sizes: Annotated[

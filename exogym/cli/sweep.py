@@ -45,7 +45,7 @@ def sweep(
     ] = "auto",
     engine: Annotated[str | None, typer.Option(help="'ray' trains the runs as tasks on a Ray cluster.")] = None,
     search: Annotated[int | None, typer.Option(metavar="N", help="Train only N cells, which optuna proposes.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted sweep in the folder --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the interrupted sweep in the --out folder.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train a task with all combinations of the given option values, each with several seeds.

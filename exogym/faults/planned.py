@@ -207,9 +207,9 @@ class Attendance:
     def returning(self, step: int) -> tuple[list[int], int | None]:
         """Return the nodes that return at step `step`, and the node whose state they copy.
 
-        Returning nodes copy the state of the lowest rank that was also present in the step before or, if there is none,
-        of the returning node that was absent for the shortest time (the lowest rank among several). If no node returns,
-        the result is ([], None).
+        Returning nodes copy the state of the lowest-ranked node that was also present in the previous step. If there is
+        none, they copy the returning node with the shortest absence (the lowest rank if several are equal). If no node
+        returns, the result is ([], None).
         """
         now, before = self.up(step), set(self.up(step - 1))
         back = [node for node in now if node not in before]

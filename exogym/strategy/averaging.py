@@ -33,8 +33,8 @@ class Averaging:
     Args:
         transport: "ring", "tree" or "server". None means the strategy's own choice.
         privacy: a `DifferentialPrivacy`. The history then records the `epsilon` spent.
-        personal: the parameters and buffers that stay with each client, which sends only the others: a pattern of names
-            such as "head.*", a list of patterns, or the number of the model's last layers.
+        personal: the parameters and buffers that each client keeps to itself, while the others are averaged. Pass a
+            pattern of names such as "head.*", a list of patterns, or the number of the model's last layers.
 
     Raises:
         ArgumentError: the transport is unknown, or a value has the wrong type.

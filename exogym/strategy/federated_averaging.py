@@ -69,7 +69,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         keep_inner_state: if False, each client starts every round with a fresh inner optimizer.
         privacy: a `DifferentialPrivacy`. The history then records the `epsilon` spent. It excludes islands, unequal
             weights by examples, and buffers that training changes (their averages are not private).
-        personal: the parameters and buffers that stay with each client, which sends only the others: a pattern of names
+        personal: the parameters and buffers that each client keeps to itself, while the others are averaged: a pattern
             such as "head.*", a list of patterns, or the number of the model's last layers (`exogym.strategy.personal`).
 
     With `fit(faults=Faults(trace=...))` the server asks only available clients (`exogym.strategy.participation`), and

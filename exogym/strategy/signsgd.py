@@ -71,7 +71,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
     and step, for P parameters.
 
     Args:
-        error_feedback: if True, nodes average the scaled signs of gradient plus error (EF-signSGD) instead of voting.
+        error_feedback: if True, nodes average scaled signs of gradient plus error (EF-signSGD) instead of voting.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A vote moves every parameter by
             the learning rate, so start at 1e-3 or below. With error feedback, use SGD's usual rate; clipping acts on
             each node's own gradient.

@@ -55,7 +55,7 @@ class Nodes(Protocol):
         """
 
     def devices(self, model: nn.Module, wire: Wire, device: torch.device) -> Any:
-        """Return a `Worker.devices`, which trains this process's part of a node; None if it computes whole nodes.
+        """Return the object that trains this process's part of a node (`Worker.devices`); None for whole nodes.
 
         Raises:
             ModelError: the nodes cannot divide the model.

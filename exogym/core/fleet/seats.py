@@ -153,8 +153,8 @@ class Seats:
         for row in range(1, len(fleet)):
             if _unlike(fleet.state.row(row, self.names), self.fresh):
                 raise StrategyError(
-                    "nodes begin with different state, so a node that gets a row later would not know its own state: "
-                    "keep the differences in shared_state, or sample no clients"
+                    "nodes start with different state, but a client that is sampled later starts from a common state: "
+                    "put what differs into shared_state, or don't sample clients"
                 )
         self.home: dict[int, int] = {}  # the process whose store has a node's state
         self._last: dict[int, int] = {}  # the last turn at which a node with a row needed it

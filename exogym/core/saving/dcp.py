@@ -407,7 +407,7 @@ def _reader(folder: Path) -> FileSystemReader:
     file = folder / INDEX
     with _guarded(file):
         if not is_plain(file) or file.stat().st_size > INDEX_BYTES:
-            raise CheckpointError(f"{file} is not a plain file of at most {INDEX_BYTES} bytes")
+            raise CheckpointError(f"{file} must be a regular file of at most {INDEX_BYTES} bytes")
         with opened_plain(file) as opened:
             data = opened.read()
         _check_memory(data)

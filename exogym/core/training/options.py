@@ -140,8 +140,8 @@ class RunOptions:
         max_memory_usage: Maximum share of the memory to use, from 0 to 1. ExoGym finds and prints a minibatch_size that
             fits. If it must split batches, it tests the loss as for `minibatch_size`.
         val_batch_size: Examples per forward pass of an evaluation; results change only by rounding. The default is
-            `minibatch_size` if set. Otherwise it is a step's batch, or up to 256 if the activations of these examples
-            take at most 64 MiB.
+            `minibatch_size` if set. Otherwise it is the number of examples of a step, or up to 256 if their
+            activations take at most 64 MiB.
         shuffle: Shuffle the training examples.
         precision: Precision of the computation: "fp32", or autocast to "bf16" or "fp16". `autocast=True` means "bf16".
         compute: How the nodes' steps are computed: "loop" (one node after another, exact) or "vmap" (all rows at once;

@@ -48,7 +48,7 @@ class WhisperModelWrapper(nn.Module):
         language, timestamps: options of `Tokens`.
 
     Raises:
-        ArgumentError: the processor or the language does not fit the model, or a size is impossible.
+        ArgumentError: the processor or the language does not fit the model, or a size is out of range.
     """
 
     evaluates_in_parts = True  # forward limits what it computes at once where no gradient is wanted

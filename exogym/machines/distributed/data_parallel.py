@@ -92,7 +92,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         dataset_size: int | None = None,
     ):
         if (dataset is None) == (dataset_size is None):
-            raise ArgumentError("pass either a data set or dataset_size=, its number of examples")
+            raise ArgumentError("pass either a data set, or dataset_size=, the number of its examples")
         if isinstance(dataset, int):
             raise ArgumentError(f"dataset={dataset} is a number: pass a size as dataset_size={dataset}")
         if dataset_size is not None:

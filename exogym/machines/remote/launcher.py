@@ -36,7 +36,7 @@ class SSHLauncher:
         min_hosts: continue the run while at least this many hosts are left, and readmit hosts that return. Each host
             then has its own `max_restarts`, and the script's training must support lost hosts (see `NetworkTrainer`).
             None: the run needs all hosts.
-        retries: how often the whole run may be restarted on all hosts after a host was lost, with exponential backoff.
+        retries: maximum number of restarts of the whole run, with exponential backoff, after losing a host.
             The processes find the number of restarts in EXOGYM_NETWORK_RETRY.
         project: the project's folder on this machine. Default: the current folder.
         out: folder in which each run creates a folder for its logs.

@@ -63,8 +63,8 @@ class NetworkTrainer(Trainer):
             is a device of its node. A node's devices share the model according to `fit(node=)`, by default a
             `NodeMesh(shard=)` over all devices of the node. If `nodes_per_host` is None, `fit(node=)` determines each
             node's number of devices, by default one.
-        retries: how often the whole run may be restarted, with exponential backoff, after a host was lost (or, if
-            `min_hosts` is set, when too few hosts are left). If `save_dir` is set, the run continues from the last
+        retries: maximum number of restarts of the whole run, with exponential backoff, after losing a host (or, if
+            `min_hosts` is set, if too few hosts are left). If `save_dir` is set, the run continues from the last
             checkpoint.
 
     Attributes:

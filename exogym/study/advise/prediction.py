@@ -144,9 +144,9 @@ def advise(
             takes twice as long.
         bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s. `advise` recommends
-            the strategy that is expected to reach DDP's loss first. It recommends DDP where the fastest node alone is
-            faster, or an asynchronous strategy whose slowest node waits for more than 10 % of the time, only if there
-            is no other strategy.
+            the strategy that is expected to reach DDP's loss first. Only if no other is left, this is DDP although the
+            fastest node alone is faster, or an asynchronous strategy whose slowest node waits for over 10 % of the
+            time.
         algorithm: "cheapest" uses the algorithm of the network's library, or the fastest one if the library is "any". A
             network without a library gets NCCL if step_seconds is `Work` on an NVIDIA GPU, and otherwise gloo.
             "recorded" uses the algorithm that the strategy's events name.

@@ -597,7 +597,7 @@ def test_the_sampler_is_torchs(size, replicas, shuffle, drop_last):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "pass either a data set or dataset_size="),
+        ({}, "pass either a data set, or dataset_size="),
         ({"dataset": [1], "dataset_size": 1}, "pass either"),
         ({"dataset": 10}, "dataset_size=10"),
         ({"dataset_size": 0}, "dataset_size=0"),
