@@ -14,47 +14,40 @@ MOST_NAMED = 3
 def health_of(found: dict[str, Any]) -> str:
     """Return sentences that name absent nodes, slow nodes and nodes with a high loss, from the result of `nodes_of`.
 
-    A node is absent if other nodes have a newer loss. It is slow if it computes over 1.5 times the median node's share
-    of time, and the median node waits more than 10 %. Its loss, over the newest quarter of the steps, is high if it is
-    over three times the median.
+    A node is absent if the run's events say so, not because it is a client that is not sampled. It is slow if it
+    computes over 1.5 times the median node's share of time, and the median node waits more than 10 %. Its loss, over
+    the newest quarter of the steps, is high if it is over three times the median.
 
     >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2, 3], "loss": [[1.0, 0.9, 0.8]] * 3, "shares": {}}
+    >>> alike |= {"away": [[], [], []]}
     >>> health_of(alike)
     'All 3 nodes are healthy.'
-    >>> health_of(alike | {"loss": [[1.0, 0.9, 0.8], [1.0, None, None], [1.0, 0.9, 0.8]]})
+    >>> health_of(alike | {"loss": [[1.0, 0.9, 0.8], [1.0, None, None], [1.0, 0.9, 0.8]], "away": [[], [[1, 3]], []]})
     'Node 1 has been absent since step 2.'
     """
-    nodes, losses = found["nodes"], settled(found["loss"])
+    nodes = found["nodes"]
     if len(nodes) < 2:
         return ""
-    said = [*_absent(nodes, losses, found["steps"]), *_high(nodes, losses), *_slow(nodes, found["shares"])]
+    said = [*_absent(found), *_high(nodes, found["loss"]), *_slow(nodes, found["shares"])]
     return " ".join(said) or f"All {found['of']} nodes are healthy."
 
 
-def settled(losses: Sequence[Sequence[float | None]]) -> list[Sequence[float | None]]:
-    """Return the losses without the newest step if it has not the losses of all nodes: it may still be written."""
-    is_whole = all(row[-1:] != [None] for row in losses)
-    return [row if is_whole else row[:-1] for row in losses]
+def absent_of(found: dict[str, Any]) -> list[int]:
+    """Return the nodes that are absent now, from the result of `nodes_of`."""
+    wide = len(found["steps"])
+    return [node for node, away in zip(found["nodes"], found["away"], strict=True) if away and away[-1][1] == wide]
 
 
-def gone_of(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> dict[int, int]:
-    """Return each node without the newest loss, and the column of its last loss; -1 if it has none."""
-    last = [max((k for k, loss in enumerate(row) if loss is not None), default=-1) for row in losses]
-    return {node: k for node, k in zip(nodes, last, strict=True) if k < max(last)}
-
-
-def _absent(nodes: Sequence[int], losses: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[str]:
-    known = [[k for k, loss in enumerate(row) if loss is not None] for row in losses]
-    gone = gone_of(nodes, losses)
-    since = f"has been absent since step {steps[min(gone.values()) + 1]}" if len(gone) == 1 else "are absent"
-    said = [f"{_named(list(gone))} {since}."] if gone else []
-    seen = set().union(*known)
-    once = {node: sorted(seen - set(row)) for node, row in zip(nodes, known, strict=True) if node not in gone}
-    once = {node: missing for node, missing in once.items() if missing}
+def _absent(found: dict[str, Any]) -> list[str]:
+    gone, steps = absent_of(found), found["steps"]
+    away = dict(zip(found["nodes"], found["away"], strict=True))
+    since = f"has been absent since step {steps[away[gone[0]][-1][0]]}" if len(gone) == 1 else "are absent"
+    said = [f"{_named(gone)} {since}."] if gone else []
+    once = [node for node in away if away[node] and node not in gone]
     if len(once) == 1:
-        ((node, missing),) = once.items()
-        return [*said, f"Node {node} was absent earlier, at steps from {steps[missing[0]]} to {steps[missing[-1]]}."]
-    return [*said, f"{_named(list(once))} were absent earlier."] if once else said
+        first, last = away[once[0]][0][0], away[once[0]][-1][1] - 1
+        return [*said, f"Node {once[0]} was absent earlier, at steps from {steps[first]} to {steps[last]}."]
+    return [*said, f"{_named(once)} were absent earlier."] if once else said
 
 
 def _high(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> list[str]:

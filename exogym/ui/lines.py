@@ -26,6 +26,7 @@ BACK_BYTES, BLOCK_BYTES = 4 << 20, 1 << 16  # bytes from the end, searched for t
 ANSWER_BYTES = 1 << 18  # bytes of one part of an answer
 OF_A_NODE = re.compile(rb'"node"\s*:\s*\d')
 OF_A_CLOCK = re.compile(rb'"kind"\s*:\s*"clock"')
+OF_NODES = re.compile(rb'"kind"\s*:\s*"(clock|away|back|start)"')
 Row = dict[str, Any]
 
 

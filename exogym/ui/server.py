@@ -39,7 +39,7 @@ from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced
 from exogym.ui.door import ASYNCIO, AT_ONCE, LOG, QUEUE, Gate, Seldom, filtered
 from exogym.ui.guard import Guard
-from exogym.ui.health import gone_of, health_of, settled
+from exogym.ui.health import absent_of, health_of
 from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of, usual_of
 from exogym.ui.shelf import RunShelf
@@ -198,8 +198,7 @@ def application(
 
     def nodes(request: Request) -> Response:
         found = shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))
-        absent = len(gone_of(found["nodes"], settled(found["loss"])))
-        return JSONResponse(in_json(found | {"health": health_of(found), "absent": absent}))
+        return JSONResponse(in_json(found | {"health": health_of(found), "absent": len(absent_of(found))}))
 
     def timeline(request: Request) -> Response:
         window = {name: _seconds(request, name) for name in ("from_s", "to_s") if name in request.query_params}

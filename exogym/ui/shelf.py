@@ -17,7 +17,7 @@ from exogym.logger import in_json
 from exogym.record import row_of
 from exogym.strategy.names import titles
 from exogym.study import runs
-from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Position, piece_after
+from exogym.ui.lines import OF_A_NODE, OF_NODES, PIECE_BYTES, Position, piece_after
 from exogym.ui.views import NodesPicture
 
 SHARE = 5  # a list that took 1 s to read is kept for 5 s
@@ -125,7 +125,7 @@ class _Followed:
 
     def _read(self, name: str) -> bool:
         is_record = name == "records.jsonl"
-        wanted = OF_A_NODE if is_record else OF_A_CLOCK
+        wanted = OF_A_NODE if is_record else OF_NODES
         place = self._places[name]
         lines, reached, is_anew, is_more = piece_after(self.path / name, place)
         rows = [row for line in lines if wanted.search(line) and (row := row_of(line, name)) is not None]

@@ -41,6 +41,8 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
         loss: for each shown node, its loss in each column, or None where the node has no loss.
         share_steps, shares: for each of "computing", "sending" and "waiting", each node's share of the predicted time
             since the previous step in `share_steps`.
+        away: for each shown node, its absences as [first column, column after the last]. Events tell of absences: a
+            sampled client without a loss is not absent.
         stood: lists [node, predicted seconds]. At this time the node's clock stood still while other nodes computed.
         band, worst: with more than 64 nodes, quantiles of all losses in each column, and the highest newest losses.
     """
@@ -71,13 +73,14 @@ class NodesPicture:
         self._seen, self._of = bytearray(), 0  # one bit per known node; number of known nodes
         self._told: list[tuple[Any, np.ndarray]] = []  # step and array (parts, nodes) of every n-th clock event
         self._every, self._clocks = 1, 0
+        self._away: dict[int, list[list[float]]] = {}  # node to the steps of the events of its leaving and its return
 
     @property
     def size_bytes(self) -> int:
         """Approximate memory of this object in bytes."""
         return (
             8 * MOST_HELD * (len(self._loss) + 8)
-            + 200 * len(self._newest)
+            + 200 * (len(self._newest) + sum(map(len, self._away.values())))
             + len(self._seen)
             + sum(200 + told.nbytes for _, told in self._told)
         )
@@ -138,6 +141,7 @@ class NodesPicture:
 
     def take_event(self, event: Row) -> None:
         if event.get("kind") != "clock":
+            self._take_absence(event)
             return
         parts = [event.get(part) for part in SHARES]
         if not all(isinstance(part, list) and all(map(is_finite, part)) for part in parts):
@@ -150,12 +154,42 @@ class NodesPicture:
         if len(self._told) == MOST_HELD:
             self._told, self._every = self._told[::2], 2 * self._every
 
+    def _take_absence(self, event: Row) -> None:
+        kind, step, nodes = (event.get(name) for name in ("kind", "step", "nodes"))
+        if kind == "start":  # all nodes of a resumed run are back
+            nodes = list(self._away)
+        if kind not in ("away", "back", "start") or type(step) is not int or not isinstance(nodes, list):
+            return
+        for node in nodes:
+            if type(node) is not int or (node not in self._away and len(self._away) == MOST_IN_BAND):
+                continue
+            told = self._away.setdefault(node, [])
+            is_open = bool(told) and told[-1][1] == math.inf
+            if kind == "away" and not is_open:
+                told.append([step, math.inf])
+            elif kind != "away" and is_open:
+                told[-1][1] = step
+            if len(told) == MOST_HELD:
+                self._away[node] = [[a[0], b[1]] for a, b in zip(told[::2], told[1::2], strict=True)]
+
+    def _absences(self, node: int, losses: list[float | None], columns: list[int]) -> list[list[int]]:
+        """Return the columns without a loss during an absence that events tell of."""
+        found, ends = [], [*columns[1:], math.inf]
+        for is_gone, group in itertools.groupby(range(len(losses)), lambda k: losses[k] is None):
+            first, *rest = group
+            last = rest[-1] if rest else first
+            if is_gone and any(left < ends[last] and columns[first] < back for left, back in self._away.get(node, ())):
+                found.append([first, last + 1])
+        return found
+
     def found(self) -> Row:
         shown, many = sorted(self._loss), len(self._steps)
         wide = min(many, MOST_COLUMNS)
         loss = [_in_columns(self._loss[node][:many], wide) for node in shown]
         columns = [self._steps[(k * many + wide - 1) // wide] for k in range(wide)]
-        return {"steps": columns, "nodes": shown, "of": self._of, "loss": loss} | self._crowd(wide) | self._shares()
+        away = [self._absences(node, row, columns) for node, row in zip(shown, loss, strict=True)]
+        own = {"steps": columns, "nodes": shown, "of": self._of, "loss": loss, "away": away}
+        return own | self._crowd(wide) | self._shares()
 
     def _crowd(self, wide: int) -> Row:
         """Return the band and the worst nodes; {} if each node has a row."""
@@ -179,7 +213,7 @@ class NodesPicture:
                 spent = now[:, :size] - before[:, :size]
                 whole = spent.sum(0)
                 if (spent[SHARES.index("computing")] > 0).any():
-                    still = np.flatnonzero(~spent.any(0)).tolist()
+                    still = [node for node in np.flatnonzero(~spent.any(0)).tolist() if node in self._away]
                     stood |= {(node, float(before[:, node].sum())): None for node in still}
                 shares = np.where(whole > 0, spent / whole, np.nan)
             for part, of_nodes in zip(SHARES, shares.tolist(), strict=True):

@@ -175,6 +175,8 @@ def test_a_clock_that_stands_still_is_found() -> None:
 
     records = [{"step": 1, "node": node, "train_loss": 1.0} for node in range(3)]
     events = [event(0, 0, 0, 0), event(1, 1, 1, 1), event(2, 2, 1, 2), event(3, 3, 1, 3), event(4, 3, 1, 3)]
+    assert "stood" not in nodes_of(records, events)  # a client that is not sampled is not absent
+    events.append({"kind": "away", "step": 2, "nodes": [1]})
     assert nodes_of(records, events)["stood"] == [[1, 2.0]]
     assert "stood" not in nodes_of(records, events[:2])
 

@@ -79,7 +79,15 @@ def test_a_hundred_thousand_records_fit_a_screen() -> None:
     assert len(found["loss"]) == MOST_NODES and {len(row) for row in found["loss"]} == {MOST_COLUMNS}
     assert len(json.dumps(found)) < 200_000
     assert len(thinned(rows, 2000)) <= 2000
-    assert nodes_of([], []) == {"steps": [], "nodes": [], "of": 0, "loss": [], "share_steps": [], "shares": {}}
+    assert nodes_of([], []) == {
+        "steps": [],
+        "nodes": [],
+        "of": 0,
+        "loss": [],
+        "away": [],
+        "share_steps": [],
+        "shares": {},
+    }
 
 
 def test_the_timeline_is_kept_and_cut(top: Path, tmp_path: Path) -> None:

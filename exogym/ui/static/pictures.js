@@ -51,9 +51,11 @@ function reading(canvas, textAt) {
   canvas.addEventListener("pointerleave", () => { tip.hidden = line.hidden = true; });
 }
 
+const isAway = (away, n, k) => away[n].some(([first, end]) => first <= k && k < end);
+
 // The intervals of steps in which nodes were absent, as strips of a chart over steps.
-export function absences({ steps, loss, nodes }) {
-  const gone = steps.map((_, k) => (loss.some((row) => row[k] !== null) ? nodes.filter((_, n) => loss[n][k] === null) : []).join(", "));
+export function absences({ steps, away, nodes }) {
+  const gone = steps.map((_, k) => nodes.filter((_, n) => isAway(away, n, k)).join(", "));
   const begins = gone.flatMap((text, k) => (text !== gone[k - 1] ? [k] : []));
   return begins.map((k, n) => ({ from: steps[k], to: steps[begins[n + 1]] ?? Infinity, color: ABSENT, label: `node ${gone[k]} absent`, gone: gone[k] })).filter((one) => one.gone);
 }
@@ -74,13 +76,12 @@ export function nodesPicture() {
   reading(canvas, readAt);
   let found = null, shown = null;
 
-  // The rows of a view. away: whether a node was absent while others have a loss.
+  // The rows of a view. away: whether a node was absent.
   function matrix(view) {
     if (found.shares[view]) return { steps: found.share_steps, rows: found.shares[view], away: [] };
-    const known = found.steps.map((_, k) => found.loss.some((row) => row[k] !== null));
     const usual = found.steps.map((_, k) => { const all = found.loss.map((row) => row[k]).filter(isNumber).sort((a, b) => a - b); return (all[(all.length - 1) >> 1] + all[all.length >> 1]) / 2; });
     const rows = view === "loss" ? found.loss : found.loss.map((row) => row.map((value, k) => (isNumber(value) && usual[k] > 0 ? value / usual[k] : null)));
-    return { steps: found.steps, rows, away: found.loss.map((row) => row.map((value, k) => known[k] && value === null)) };
+    return { steps: found.steps, rows, away: found.loss.map((row, n) => row.map((_, k) => isAway(found.away, n, k))) };
   }
 
   function show() {
