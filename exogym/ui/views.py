@@ -80,7 +80,7 @@ class NodesPicture:
         """Approximate memory of this object in bytes."""
         return (
             8 * MOST_HELD * (len(self._loss) + 8)
-            + 200 * (len(self._newest) + sum(map(len, self._away.values())))
+            + 200 * (len(self._newest) + sum(map(len, list(self._away.values()))))
             + len(self._seen)
             + sum(200 + told.nbytes for _, told in self._told)
         )
