@@ -197,8 +197,11 @@ def application(
         return JSONResponse(some_of(path, after, is_model, min(max(most, 2), MOST_POINTS), most_bytes))
 
     def nodes(request: Request) -> Response:
-        found = shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))
-        return JSONResponse(in_json(found | {"health": health_of(found), "absent": len(absent_of(found))}))
+        path = _folder(shelf, request)
+        found = shelf.nodes(path, _whole(request, "most_bytes"))
+        silent = [host["address"] for host in read_hosts(path).get("hosts", []) if host["state"] == "silent"]
+        health = {"health": health_of(found), "absent": len(absent_of(found)), "silent": silent}
+        return JSONResponse(in_json(found | health))
 
     def timeline(request: Request) -> Response:
         window = {name: _seconds(request, name) for name in ("from_s", "to_s") if name in request.query_params}

@@ -82,6 +82,14 @@ def test_a_sentence_names_the_host_that_needs_attention(browser: Any, hosts: Hos
     assert browser.execute_script("return document.querySelector('.health').classList.contains('warn')")
     hosts.quiet = True
     assert until(browser, SENTENCE, lambda text: "silent" in text).startswith("b: silent for ")
+    stale = "[...document.querySelectorAll('dl.host.stale')].map(c => c.firstChild.textContent)"
+    assert browser.execute_script(f"return {stale}") == ["b"]  # its values are the last known ones
+    state = "document.querySelector('.state.ill')?.textContent"
+    assert until(browser, state) == "running, b\u00a0silent"
+    to(browser, "#/")
+    assert until(browser, state) == "running, b\u00a0silent"  # the list says so, too
+    to(browser, "#/hosts")
+    until(browser, SENTENCE)
     hosts.quiet, hosts.stuck_at = False, None
     until(browser, SENTENCE, lambda text: text.startswith("All 2 hosts report"))
 

@@ -74,8 +74,9 @@ export function clock(at_ms) {
   return at.toLocaleString([], { timeStyle: "short", ...(isToday ? {} : { dateStyle: "medium" }) });
 }
 // A state; of a running run also what is wrong with its nodes.
-export function stateOf(state, { health = "", absent = 0, of } = {}) {
-  const [, node, ill] = /Node (\d+) (?:is (slow)|has a)/.exec(health) ?? [], wrong = absent && of <= MOST_NODES ? `${of - absent} of ${of} nodes` : node && `node ${node} ${ill ?? "has a high loss"}`;
+export function stateOf(state, { health = "", absent = 0, of, silent = [] } = {}) {
+  const [, node, ill] = /Node (\d+) (?:is (slow)|has a)/.exec(health) ?? [];
+  const wrong = silent.length ? `${silent.length > 1 ? `${silent.length} hosts` : silent[0]} silent` : absent && of <= MOST_NODES ? `${of - absent} of ${of} nodes` : node && `node ${node} ${ill ?? "has a high loss"}`;
   return make("span", { class: `state state-${state}${state === "running" && wrong ? " ill" : ""}`, title: health }, state === "running" && wrong ? `${state}, ${wrong.replaceAll(" ", "\u00a0")}` : state);
 }
 export const strategiesOf = (run) => make("span", { title: run.strategy ?? "" }, ...(run.strategies ?? []).flatMap((title, k) => [k ? ", " : "", make("span", { class: "whole" }, title)]));

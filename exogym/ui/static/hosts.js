@@ -45,7 +45,7 @@ function card(name, host) {
     received: rate(host.rx_bps), sent: rates.length > 2 ? make("span", {}, spark(rates, 0), rate(host.tx_bps)) : rate(host.tx_bps),
     restarts: host.restarts + Math.max(0, ...processes.map((one) => one.restarts)),
   };
-  return make("dl", { class: "host" }, make("dt", {}, host.address), make("dd", {}, stateOf(host.state)),
+  return make("dl", { class: WELL.has(host.state) ? "host" : "host stale" }, make("dt", {}, host.address), make("dd", {}, stateOf(host.state)),
     ...Object.entries(lines).filter(([, text]) => text !== "").flatMap(([title, text]) => [make("dt", {}, title), make("dd", {}, text)]));
 }
 
@@ -77,7 +77,7 @@ export function hostsPage(main) {
         const parts = hostsOf(run.name, run, run.total_steps), details = parts.at(-1);
         details.dataset.run = run.name;
         details.open = open.has(run.name);
-        return make("section", {}, make("h3", {}, make("a", { href: `#/run/${address(run.name)}` }, run.name), " ", stateOf(run.state)), ...parts);
+        return make("section", {}, make("h3", {}, make("a", { href: `#/run/${address(run.name)}` }, run.name), " ", stateOf(run.state, { silent: run.hosts.filter((host) => host.state === "silent").map((host) => host.address) })), ...parts);
       }));
     } catch (error) { at.textContent = error.message; }
     if (!gone) timer = setTimeout(poll, 2 * POLL_MS);
