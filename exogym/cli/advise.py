@@ -237,7 +237,9 @@ def _links(network: str | None, hosts: HostsConfig | None) -> Network | None:
     links = None if network is None else Network.of(network)
     if links is not None and hosts is not None:
         if links.measurement is None:
-            raise ArgumentError(f"--network {network} is not a measurement of --hosts: omit --network or --hosts")
+            raise ArgumentError(
+                f"--network {network} was not measured on the hosts of --hosts: omit --network or --hosts"
+            )
         links.measurement.check_hosts(hosts.addresses)
     return links
 

@@ -61,7 +61,7 @@ class Stream:
             num_nodes, is_train) -> data set`, which is called once per node and again if the node's data set did not
             stay in memory (`kept`). A third argument named `train_dataset` is passed by name.
         num_nodes: N, the number of nodes.
-        batch_size: examples that a node takes per step (`batch_size * gradient_accumulation` of a run).
+        batch_size: examples per node and step. With gradient accumulation, pass `batch_size * gradient_accumulation`.
         seed: seed of all orders and shards.
         shuffle: whether to shuffle. False keeps the order of the data set or shard.
         partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".

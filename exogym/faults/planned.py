@@ -43,8 +43,8 @@ class Faults:
         mean_outage_steps: the mean length of random outages in steps, at least 1. Lengths are geometric.
         lost: {node: steps}, the steps whose synchronization the node misses.
         lost_rate: the probability that a node misses a synchronization.
-        slow: {node: share}, the share of its local steps that the node takes, over 0 and at most 1: floor(share * n) of
-            the first n steps in which it is present.
+        slow: {node: share}, the fraction of its local steps that the node takes, above 0 and at most 1. It takes
+            floor(share * n) of the first n steps in which it is present.
         forget: if True, a returning node has lost its state and copies parameters, the inner optimizer's state and the
             strategy's state from another node. If False, the node was only unreachable and copies only parameters.
         seed: seed for the random faults, the choice of bad nodes, and the noise that bad nodes send.

@@ -107,8 +107,8 @@ class NodeMesh:
         parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
             of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. A run in one process does
             not call it. If it is None, ExoGym splits the model by the model's known plan.
-        zero: what the `shard` devices share. 3 shares parameters, gradients and optimizer state (`fully_shard`); 2
-            shares gradients and optimizer state. In a pipeline, 3 gathers the parameters once a step and frees them
+        zero: 3 shards parameters, gradients and optimizer state over the `shard` devices (`fully_shard`); 2 shards only
+            gradients and optimizer state. In a pipeline, 3 gathers the parameters once a step and frees them
             after the step.
         probe: True compares the first batch's gradients with the whole model's gradients, and refuses a split with
             other gradients. False trusts the split, for a model that is too large to compare: train a smaller one of

@@ -46,7 +46,7 @@ class Clock:
     """Keep each node's virtual time.
 
     `advance` adds the time of local steps. `event` adds a collective of the communicator, which ends for all members at
-    the latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin`
+    the latest member's time plus the collective's cost. A collective that overlaps with computation starts with `begin`
     and ends at `wait`. A node's network line carries one collective at a time, so if the line is busy, the next
     collective starts later.
 

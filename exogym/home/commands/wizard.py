@@ -58,7 +58,8 @@ def wizard(
         str | None, typer.Option(metavar="NAMES", help="Names of the computers to use, separated by commas, or all.")
     ] = None,
     code: Annotated[
-        list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="Code that a computer shows. Repeatable.")
+        list[str] | None,
+        typer.Option("--code", metavar="NAME=CODE", help="Pairing code that computer NAME shows. Repeatable."),
     ] = None,
     at: At = None,
     here: Annotated[

@@ -152,7 +152,7 @@ class Member:
             why = "it closed the connection"
         except OSError as error:
             why = str(error)
-        raise WorkerError(f"the membership server ended before it answered: {why}")
+        raise WorkerError(f"the connection to the membership server was lost before it answered: {why}")
 
     def _say(self, what: dict[str, Any]) -> None:
         try:
