@@ -623,7 +623,7 @@ REFUSED = [
     (lambda: attach(line(), None, DiLoCoStrategy(H=lambda r: 2)), "pass total_steps to attach"),
     (lambda: attach(line(), None, DILOCO, total_steps=0), "total_steps=0"),
     (lambda: attach(line(), None, DILOCO, seed=0.5), "seed=0.5"),
-    (lambda: attach(line(), None, DILOCO, step_seconds=1), r"retired: LocalTrainer\.fit"),
+    (lambda: attach(line(), None, DILOCO, step_seconds=1), r"retired: use LocalTrainer\.fit"),
     (lambda: attach(line(), None, DILOCO, steps=3), "no argument 'steps': did you mean 'total_steps'"),
     (lambda: attach(line(), "adam", DILOCO), "not str"),
     (lambda: attach(line(), adam(line()), DILOCO), "not parameters of the model"),

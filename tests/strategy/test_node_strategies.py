@@ -426,7 +426,10 @@ class OldWithItsOwn(Old):
         ),
         ({"optim_spec": torch.optim.SGD}, r"OptimSpec\(SGD\), but the node trains with AdamW"),
         ({"optim": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"__init__ sets self.optim, but the strategy makes"),
-        ({"lr_scheduler": "lambda_cosine"}, r"self.lr_scheduler='lambda_cosine', but .* None: call super\(\)"),
+        (
+            {"lr_scheduler": "lambda_cosine"},
+            r"self.lr_scheduler='lambda_cosine', but .* None: pass it there, as in super",
+        ),
         ({"lr_scheduler_kwargs": {"warmup_steps": 5}}, r"self.lr_scheduler_kwargs=.*warmup_steps=10"),
     ],
 )

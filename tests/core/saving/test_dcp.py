@@ -419,7 +419,7 @@ def test_damaged_files_are_named(kept: Path, back: Path) -> None:
             import_dcp(kept, back, make(), diloco(), steps=AWAY)
     index.unlink()
     index.symlink_to(back / "node_1" / ".metadata")
-    with pytest.raises(CheckpointError, match="not a plain file"):
+    with pytest.raises(CheckpointError, match="must be a regular file"):
         import_dcp(kept, back, make(), diloco(), steps=AWAY)
     index.unlink()
     index.write_bytes(whole)
