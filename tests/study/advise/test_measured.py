@@ -68,7 +68,7 @@ def test_what_was_reckoned_may_be_too_fast_or_a_little_too_slow(capsys):
     ("words", "message"),
     [
         (("--network", "m.json", "--hosts", "others.json"), "the measurement is for a, b, but the hosts are a, c"),
-        (("--network", "wifi", "--hosts", "hosts.json"), "is not a measurement"),
+        (("--network", "wifi", "--hosts", "hosts.json"), "was not measured on the hosts"),
         (("--network", "m.json", "--nodes", "4"), "network is for 2 nodes, but num_nodes=4"),
         (("--network", "m.json", "--task", "digits"), "must be module:function"),
         (("--network", "m.json", "--task", "own_task_of_advice:make", "--dataset", "digits"), "both name a task"),
