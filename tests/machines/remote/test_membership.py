@@ -381,7 +381,11 @@ def test_a_host_that_was_cut_off_is_started_again_where_the_run_goes_on(
     monkeypatch.setattr(watch, "FOLLOW_S", 1.0)
     logs = Logs(tmp_path, echo=False)
     wait = "import time; time.sleep(60)"
-    orders = [part(tmp_path, wait, None), part(tmp_path, COMES_BACK, 0), part(tmp_path, "import sys; sys.exit(3)", 1)]
+    orders = [
+        part(tmp_path, wait, None),
+        part(tmp_path, COMES_BACK, 0),
+        part(tmp_path, "import sys, time; time.sleep(2); sys.exit(3)", 1),
+    ]
     board = Board(tmp_path)
     run = watch.RunWatch(orders, logs, board, goes_on=goes_on)
     status = run.run()
