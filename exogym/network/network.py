@@ -177,8 +177,8 @@ class Network(Pricing):
         for part in (*insides, outer):
             if others := sorted(part._options.keys() - {"efficiency", "stream"}):
                 raise ArgumentError(
-                    f"the networks inside and between groups cannot set {', '.join(others)}: pass these options to "
-                    "Network.groups() instead, for all links"
+                    f"the networks inside and between groups cannot set {', '.join(others)}: leave that out there, "
+                    "as in 'wifi,jitter=0', and pass it to Network.groups(), for all links"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):

@@ -310,11 +310,10 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
     if not isinstance(labels, dict):
         raise ArgumentError(f"{str(path)!r} contains no comparison or sweep: pass a comparison's or sweep's folder")
     saved = about.get("summary")
-    is_whole = about.keys() >= {"target_loss", "target"}
+    is_whole = about.keys() >= {"target_loss", "target", "undecided"}
     if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":
-        return Summary(
-            [_numbers(row) for row in saved], str(about.get("finding")), about["target_loss"], str(about["target"])
-        )
+        rows, finding = [_numbers(row) for row in saved], str(about.get("finding"))
+        return Summary(rows, finding, about["target_loss"], str(about["target"]), about["undecided"])
     given = (about.get("setting") or {}).get("seeds") or (about.get("arguments") or {}).get("seeds") or 0
     seeds = builtins.list(range(given)) if isinstance(given, int) else given
     inside, tracks, said = Folder(path, labels), dict[tuple[str, int], Track](), dict[str, tuple[str, str]]()

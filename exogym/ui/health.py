@@ -28,8 +28,35 @@ def health_of(found: dict[str, Any]) -> str:
     nodes = found["nodes"]
     if len(nodes) < 2:
         return ""
-    said = [*_absent(found), *_high(nodes, found["loss"]), *_slow(nodes, found["shares"])]
+    said = [*_absent(found), *_high(found).values(), *_slow(found).values()]
     return " ".join(said) or f"All {found['of']} nodes are healthy."
+
+
+def trouble_of(found: dict[str, Any]) -> str:
+    """Return in a few words which node of a running run needs attention, or "" if none does.
+
+    >>> alike = {"nodes": [0, 1], "of": 2, "steps": [1, 2], "loss": [[1.0, 0.9], [1.0, None]], "shares": {}}
+    >>> trouble_of(alike | {"away": [[], [[1, 2]]]})
+    '1 of 2 nodes'
+    """
+    if len(found["nodes"]) < 2:
+        return ""
+    if absent := absent_of(found):
+        is_whole = len(found["nodes"]) == found["of"]  # of many nodes, only the first are known one by one
+        return f"{found['of'] - len(absent)} of {found['of']} nodes" if is_whole else f"node {absent[0]} absent"
+    if high := list(_high(found)):
+        return f"node {high[0]} has a high loss"
+    return "".join(f"node {node} slow" for node in _slow(found))
+
+
+def silence_of(hosts: Sequence[dict[str, Any]]) -> str:
+    """Return in a few words which of a running run's hosts are silent, or "" if none is.
+
+    >>> silence_of([{"address": "a", "state": "silent"}, {"address": "b", "state": "running"}]), silence_of([])
+    ('a silent', '')
+    """
+    silent = [host["address"] for host in hosts if host["state"] == "silent"]
+    return f"{silent[0] if len(silent) == 1 else f'{len(silent)} hosts'} silent" if silent else ""
 
 
 def absent_of(found: dict[str, Any]) -> list[int]:
@@ -50,39 +77,43 @@ def _absent(found: dict[str, Any]) -> list[str]:
     return [*said, f"{_named(once)} were absent earlier."] if once else said
 
 
-def _high(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> list[str]:
+def _high(found: dict[str, Any]) -> dict[int, str]:
+    """Return {node: sentence} of the node with the highest loss, if it is high."""
+    nodes, losses = found["nodes"], found["loss"]
     wide = max(map(len, losses))
     if wide < LEAST:
-        return []
+        return {}
     newest = [[loss for loss in row[-max(LEAST, wide // NEWEST) :] if loss is not None] for row in losses]
     means = {node: statistics.fmean(row) for node, row in zip(nodes, newest, strict=True) if row}
     usual = statistics.median(means.values()) if means else 0.0
     high = [node for node, mean in means.items() if mean > HIGH_LOSS * usual > 0]
     if not high:
-        return []
+        return {}
     worst = max(high, key=lambda node: means[node])
     others = f" ({len(high)} nodes have a high loss)" if len(high) > 1 else ""
-    return [f"Node {worst} has a high training loss: {means[worst]:.3g}, the median node {usual:.3g}{others}."]
+    return {worst: f"Node {worst} has a high training loss: {means[worst]:.3g}, the median node {usual:.3g}{others}."}
 
 
-def _slow(nodes: Sequence[int], shares: dict[str, Sequence[Sequence[float | None]]]) -> list[str]:
+def _slow(found: dict[str, Any]) -> dict[int, str]:
+    """Return {node: sentence} of the slowest node, if it is slow."""
+    nodes, shares = found["nodes"], found["shares"]
     newest = {
         part: [row[-1] if row else None for row in shares[part]]
         for part in ("computing", "waiting")
         if shares.get(part)
     }
     if len(newest) < 2 or None in newest["computing"] or None in newest["waiting"]:
-        return []
+        return {}
     computing: dict[int, Any] = dict(zip(nodes, newest["computing"], strict=False))
     usual, waits = (statistics.median(newest[part]) for part in ("computing", "waiting"))  # type: ignore[type-var]
     slow = [node for node, part in computing.items() if part > SLOW * usual > 0 and waits > 0.1]  # type: ignore[operator]
     if not slow:
-        return []
+        return {}
     worst = max(slow, key=lambda node: computing[node])
-    return [
-        f"Node {worst} is slow: it computes {computing[worst]:.0%} of the time, the median node {usual:.0%}; "
+    return {
+        worst: f"Node {worst} is slow: it computes {computing[worst]:.0%} of the time, the median node {usual:.0%}; "
         f"the median node waits {waits:.0%}."
-    ]
+    }
 
 
 def _named(nodes: Sequence[int]) -> str:

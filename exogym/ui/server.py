@@ -39,7 +39,7 @@ from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced
 from exogym.ui.door import ASYNCIO, AT_ONCE, LOG, QUEUE, Gate, Seldom, filtered
 from exogym.ui.guard import Guard
-from exogym.ui.health import absent_of, health_of
+from exogym.ui.health import health_of, silence_of, trouble_of
 from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of, usual_of
 from exogym.ui.shelf import RunShelf
@@ -199,8 +199,8 @@ def application(
     def nodes(request: Request) -> Response:
         path = _folder(shelf, request)
         found = shelf.nodes(path, _whole(request, "most_bytes"))
-        silent = [host["address"] for host in read_hosts(path).get("hosts", []) if host["state"] == "silent"]
-        health = {"health": health_of(found), "absent": len(absent_of(found)), "silent": silent}
+        trouble = silence_of(read_hosts(path).get("hosts", [])) or trouble_of(found)
+        health = {"health": health_of(found), "trouble": trouble}
         return JSONResponse(in_json(found | health))
 
     def timeline(request: Request) -> Response:
@@ -347,7 +347,7 @@ def _watched(shelf: RunShelf) -> Iterator[dict[str, Any]]:
         if path is not None and left and (found := read_hosts(path)):
             left -= 1
             yield {"name": row["name"], "state": row["state"], "step": row["step"], "total_steps": row["total_steps"],
-                   **found}  # fmt: skip
+                   "trouble": silence_of(found["hosts"]), **found}  # fmt: skip
 
 
 def _whole(request: Request, name: str) -> int | None:

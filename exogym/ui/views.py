@@ -320,6 +320,7 @@ def verdict_of(path: Path) -> Row:
     looks = looks_of(labels, losses if kind == "sweep" else None)
     colors = {label: [look.color, look.dark, look.dash] for label, look in looks.items()}
     if found is None:
-        return {"rows": [], "verdict": "", "members": members, "colors": colors}
-    return {"rows": found.rows, "verdict": found.verdict, "target_loss": found.target_loss, "target": found.target,
-            "members": members, "colors": colors, "network": (about.get("timing") or {}).get("title")}  # fmt: skip
+        return {"rows": [], "verdict": "", "undecided": {}, "members": members, "colors": colors}
+    return {"rows": found.rows, "verdict": found.verdict, "undecided": found.undecided,
+            "target_loss": found.target_loss, "target": found.target, "members": members, "colors": colors,
+            "network": (about.get("timing") or {}).get("title")}  # fmt: skip

@@ -240,7 +240,7 @@ def test_links_from_one_probe_give_its_time(library):
         (lambda: Network(B).pipeline_s(math.nan, 1.0, 4, 8), "compute_s=nan"),
         (lambda: Network(B).pipeline_s(1.0, 1.0, 4, 8, backward=-1), "backward=-1"),
         (lambda: Network.measured({1e6: 0.02}, num_nodes=4, latency=1), "latency=1.0 alone would make all_reduce"),
-        (lambda: Network.groups([2, 2], Network(B, library="nccl"), "1Gbps"), "cannot set library: pass"),
+        (lambda: Network.groups([2, 2], Network(B, library="nccl"), "1Gbps"), "cannot set library: leave that out"),
         (lambda: Network.groups([2, 2], "1Gbps", Network(B, server=B, seed=1)), "cannot set seed, server"),
     ],
 )

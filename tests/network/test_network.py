@@ -482,7 +482,7 @@ def test_a_wrong_file_is_refused(content, message, tmp_path):
         (lambda: Network.groups([2, 2], ["1Gbps"] * 3, "1Mbps"), "3 networks for 2 groups"),
         (lambda: Network.groups([2, 2], "1Gbps", Network.matrix(np.ones((3, 3)))), "one node per group, 2"),
         (lambda: Network.groups([2, 2], Network.matrix(np.ones((2, 2))), "1Mbps"), "must be uniform"),
-        (lambda: Network.groups([2, 2], "wifi", "1Mbps"), "cannot set jitter: pass these options to"),
+        (lambda: Network.groups([2, 2], "wifi", "1Mbps"), "cannot set jitter: leave that out there, as in"),
         (lambda: LINE.cost("all_reduse", S, 4), "did you mean 'all_reduce'"),
         (lambda: LINE.cost("all_reduce", S, 4, "rings"), "did you mean 'ring'"),
         (lambda: LINE.cost("all_reduce", -1, 4), "payload_bytes=-1"),

@@ -145,7 +145,7 @@ _OF_A_RUN: dict[str, Kind] = {
 _OF_SEVERAL: dict[str, Kind] = {
     "task": NAME, "description": WORD, "state": NAME, "process": PROCESS, "arguments": ARGUMENTS, "runs_wanted": COUNT,
     "versions": OBJECT, "summary": _list(_labelled(PLAIN, MOST_LABELS), MOST_CELLS), "finding": WORD,
-    "target_loss": FINITE, "target": WORD,
+    "target_loss": FINITE, "target": WORD, "undecided": _labelled(_list(WORD, MOST_CELLS), MOST_LABELS),
 }  # fmt: skip
 _SETTING = _fields("an object whose seeds are whole numbers", {"seeds": SEEDS})
 _TIMING = _fields(

@@ -121,6 +121,8 @@ class Summary:
             of runs that reached the target loss. `target_bytes` and `target_s` have values only if all runs reached it.
         verdict: one to three sentences: the strategies with the fewest bytes, the least time and the lowest final loss.
         target_loss, target: the target loss, and its meaning in words.
+        undecided: {measure: labels} of the strategies between which the seeds do not decide who has the lowest
+            `val_loss`, `target_bytes` or `target_s`. A measure with one clear best, or with one seed, is left out.
         values: a dict from strategy to a dict from measure to its values, one per seed. {} if the summary was read from
             a file.
     """
@@ -129,6 +131,7 @@ class Summary:
     verdict: str
     target_loss: float
     target: str
+    undecided: Mapping[str, Sequence[str]] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict, repr=False)
 
     def to_pandas(self) -> pandas.DataFrame:
@@ -142,7 +145,9 @@ class Summary:
 
     def to_json(self) -> Row:
         """Return the fields that run.json stores of this summary."""
-        return {"summary": self.rows, "target_loss": self.target_loss, "target": self.target}
+        return {
+            "summary": self.rows, "target_loss": self.target_loss, "target": self.target, "undecided": self.undecided,
+        }  # fmt: skip
 
 
 def summary_of(
@@ -188,7 +193,7 @@ def summary_of(
             row[f"{name}_std"] = statistics.stdev(own[name]) if len(own[name]) > 1 else None
         rows.append(row | {"notes": notes})
     verdict = _verdict(rows, values, f"a validation loss of {target_loss:.4g} ({why})", network)
-    return Summary(rows, verdict, target_loss, why, values)
+    return Summary(rows, verdict, target_loss, why, _undecided(rows, values), values)
 
 
 def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
@@ -310,6 +315,17 @@ def _of_loss(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
         return f"The lowest final loss is undecided between {who}: their seeds don't separate them."
     lowest = "the lowest validation loss," if len(rows) > 1 else "a validation loss of"
     return f"{first[0]['title']} ended with {lowest} {ends[first[0]['strategy']]}."
+
+
+def _undecided(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, list[str]]:
+    """Return the labels of the strategies that may have the lowest value of a measure, for measures with several."""
+    found = {}
+    for name in ("val_loss", *OF_TARGET):
+        there = [row for row in rows if row.get(name) is not None and (name == "val_loss" or row["tx_bytes"])]
+        first = _leaders(there, values, name) if any(row["seeds"] > 1 for row in there) else []
+        if len(first) > 1:
+            found[name] = [row["strategy"] for row in first]
+    return found
 
 
 def _leaders(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> list[Row]:

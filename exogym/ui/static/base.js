@@ -1,6 +1,6 @@
 // Helpers for all pages. A run's own words become text (textContent), never markup.
 
-export const POLL_MS = 1000, PART_BYTES = 2 ** 20, MOST_NODES = 64, [WIDE, HIGH] = [70, 22];  // bytes of a run's files, read for one answer
+export const POLL_MS = 1000, PART_BYTES = 2 ** 20, [WIDE, HIGH] = [70, 22];  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
 
 // The choices on a page stand in its address, after "?", so that a copied address shows the same.
@@ -74,10 +74,9 @@ export function clock(at_ms) {
   return at.toLocaleString([], { timeStyle: "short", ...(isToday ? {} : { dateStyle: "medium" }) });
 }
 // A state; of a running run also what is wrong with its nodes.
-export function stateOf(state, { health = "", absent = 0, of, silent = [] } = {}) {
-  const [, node, ill] = /Node (\d+) (?:is (slow)|has a)/.exec(health) ?? [];
-  const wrong = silent.length ? `${silent.length > 1 ? `${silent.length} hosts` : silent[0]} silent` : absent && of <= MOST_NODES ? `${of - absent} of ${of} nodes` : node && `node ${node} ${ill ?? "has a high loss"}`;
-  return make("span", { class: `state state-${state}${state === "running" && wrong ? " ill" : ""}`, title: health }, state === "running" && wrong ? `${state}, ${wrong.replaceAll(" ", "\u00a0")}` : state);
+export function stateOf(state, { health = "", trouble = "" } = {}) {
+  const isIll = state === "running" && trouble !== "";
+  return make("span", { class: `state state-${state}${isIll ? " ill" : ""}`, title: health }, isIll ? `${state}, ${trouble.replaceAll(" ", "\u00a0")}` : state);
 }
 export const strategiesOf = (run) => make("span", { title: run.strategy ?? "" }, ...(run.strategies ?? []).flatMap((title, k) => [k ? ", " : "", make("span", { class: "whole" }, title)]));
 export const ageOf = (run) => seconds(Math.max(0, Math.round(Date.now() / 1000 - (run.heard_s ?? run.started_s ?? 0))));

@@ -7,7 +7,7 @@ import {
 import { axisChoice, draw, markOf, places, TABS } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
-import { beyond, byBytes, byLoss, byName, isOpenOf, labelOfRow, spread, times, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
+import { beyond, byBytes, byLoss, byName, labelOfRow, spread, times, titleOfRow, verdictOf, winnerOf } from "./verdict.js";
 
 const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6, TALL = 360, AT_ONCE = 4;
 const LOSS = "validation loss", FRONT = "Pareto front", GRAY = "#8a8a8a", FAINT = "#7F7F7F";  // FAINT: the color of a sweep's cells after the best
@@ -54,7 +54,7 @@ export function comparePage(main, names) {
   const wanted = new Set(names), own = names.length === 1 ? notes(names[0]) : null;
   const { holders, box: charts } = places(Object.keys(TITLES)), front = places([FRONT]), body = make("tbody");
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
-  const head = own ? heading(names[0]) : make("h2"), titles = new Map(), isSweep = () => own !== null && find(names[0])?.kind === "sweep";
+  const head = own ? heading(names[0]) : make("h2"), titles = new Map(), ties = new Map(), isSweep = () => own !== null && find(names[0])?.kind === "sweep";
   const cells = make("section", { hidden: true });
   const verdict = make("p", { id: "verdict", hidden: true }), further = make("details", { id: "further", hidden: true, open: matchMedia("(min-width: 50rem)").matches });
   const lowest = make("p", { id: "lowest", hidden: true });
@@ -63,7 +63,7 @@ export function comparePage(main, names) {
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); toAddress("over", "linear", "smooth", "group"); } });
   const [over, choices] = axisChoice("over", { linear: "Linear axes" }, () => show(), make("label", {}, "Group by ", groups), own ? again.link : "");
   const curves = new Map(), described = new Map();
-  let members = {}, colors = {}, offered = "", rows = [], undecided = "", hint = "", network = "", target = null, timer = 0, gone = false;
+  let members = {}, colors = {}, offered = "", rows = [], hint = "", network = "", target = null, timer = 0, gone = false;
 
   const first = holders[LOSS], others = make("details", { id: "others", ontoggle() { show(); } }, make("summary", {}, "Accuracy and consensus distance"), charts);
   for (const tall of [first, front.holders[FRONT]]) Object.assign(tall, { tall: TALL, label: LOSS, plain: own !== null && tall !== first });
@@ -101,9 +101,13 @@ export function comparePage(main, names) {
     if (own === null) head.textContent = all.length > MOST_BESIDE ? `${all.length} runs` : said.join(" and ") || "Compare";
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
-    const isOpen = new Set(all.map((name) => name.split("/")[0])).size === 1 && isOpenOf(undecided, all.map(titleOf)), caveat = isOpen ? "One seed each; over all seeds of the comparison, which ends lower is undecided." : "One seed each: train more seeds before you choose.";
-    const found = all.map(find), isOther = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null)).size > 1, about = isOther ? "These runs train different tasks: their losses do not compare." : verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })), caveat);
-    const sentence = about && !isOther && found.some((run) => run?.state === "running") ? `So far, ${about}` : about;
+    const tied = all.map((name) => ties.get(name)), shown = all.map(titleOf);
+    const isOpen = tied[0] && tied.every((one) => one === tied[0]) && new Set(shown).size === all.length;
+    const caveat = `One seed each${isOpen ? "; over all seeds of the comparison, which ends lower is undecided." : ": train more seeds before you choose."}`;
+    const found = all.map(find), tasks = new Set(found.map((run) => run?.task ?? null).filter((task) => task !== null));
+    const about = verdictOf(all.map((name, k) => ({ title: said[k], rows: curves.get(name)?.rows ?? [] })), caveat);
+    const soFar = about && found.some((run) => run?.state === "running") ? `So far, ${about}` : about;
+    const sentence = tasks.size > 1 ? "These runs train different tasks: their losses do not compare." : soFar;
     verdict.hidden = !sentence; verdict.textContent = sentence;
     const row = (title, values, best) => make("tr", {}, make("th", { scope: "row" }, title), ...values.map((value, k) => make("td", { class: `number${k === best ? " best" : ""}` }, value ?? "")));
     const ends = Object.entries(ENDS).map(([title, [name, form]]) => {
@@ -180,10 +184,10 @@ export function comparePage(main, names) {
   async function showVerdict() {
     if (own === null) {
       for (const parent of new Set(names.filter((name) => name.includes("/") && !titles.has(name)).map((name) => name.split("/")[0]))) {
-        const { members = {}, rows = [], colors: looks, verdict: text = "" } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
-        undecided = text;
+        const { members = {}, rows = [], colors: looks, undecided = {} } = await get(`/api/runs/${address(parent)}/verdict`).catch(() => ({}));
         for (const [name, label] of Object.entries(members)) {
           titles.set(name, titleOfRow(rows.find((row) => labelOfRow(row) === label) ?? { strategy: label }));
+          if (undecided.val_loss?.includes(label)) ties.set(name, parent);
           if (looks[label][0] !== FAINT) colors[titles.get(name)] = looks[label];
         }
       }
@@ -196,7 +200,7 @@ export function comparePage(main, names) {
     lowest.hidden = !low; lowest.textContent = low; network = found.network ?? "";
     members = found.members ?? {}; colors = found.colors ?? {}; rows = found.rows ?? []; target = found.target_loss;
     verdict.hidden = !sentence; verdict.textContent = sentence?.replace(/;$/, ".") ?? "";
-    further.hidden = !rest; verdict.classList.toggle("none", /^No strategy/.test(sentence ?? ""));
+    further.hidden = !rest; verdict.classList.toggle("none", !best && !rows.some((row) => row.target_bytes));
     if (rest && further.textContent !== `More${rest}`) further.replaceChildren(make("summary", {}, "More"), make("p", {}, rest));
     showResults();
   }

@@ -77,7 +77,7 @@ export function hostsPage(main) {
         const parts = hostsOf(run.name, run, run.total_steps), details = parts.at(-1);
         details.dataset.run = run.name;
         details.open = open.has(run.name);
-        return make("section", {}, make("h3", {}, make("a", { href: `#/run/${address(run.name)}` }, run.name), " ", stateOf(run.state, { silent: run.hosts.filter((host) => host.state === "silent").map((host) => host.address) })), ...parts);
+        return make("section", {}, make("h3", {}, make("a", { href: `#/run/${address(run.name)}` }, run.name), " ", stateOf(run.state, run)), ...parts);
       }));
     } catch (error) { at.textContent = error.message; }
     if (!gone) timer = setTimeout(poll, 2 * POLL_MS);

@@ -22,7 +22,7 @@ async function fetched(box) {
   const { run } = box, { step = Infinity } = known.get(run.name) ?? {}, path = `/api/runs/${address(run.name)}`;
   if (run.kind === "run" && run.state === "running" && !(performance.now() - nodes.get(run.name)?.at < NODES_MS)) {
     nodes.set(run.name, { ...nodes.get(run.name), at: performance.now() });
-    get(`${path}/nodes?most_bytes=${PART_BYTES}`).then(({ health, absent, of, silent }) => { Object.assign(nodes.get(run.name), { health, absent, of, silent }); fill(run); }).catch(() => {});
+    get(`${path}/nodes?most_bytes=${PART_BYTES}`).then(({ health, trouble }) => { Object.assign(nodes.get(run.name), { health, trouble }); fill(run); }).catch(() => {});
   }
   if (run.step === step || (run.state === "running" && run.step > step && run.step < NEWER * step)) return;
   asking += 1;

@@ -23,15 +23,18 @@ export function byName(a, b) {
 }
 
 // The best of a comparison (by bytes) or sweep (by loss), and how much it saves; "" before a run has ended.
-export function winnerOf({ rows = [], verdict = "" }, kind, isLong = false) {
+export function winnerOf({ rows = [], undecided = {} }, kind, isLong = false) {
   const [lowest] = [...rows].sort(byLoss), [first = {}] = rows.filter((row) => row.tx_bytes !== 0).sort(byBytes);
   if (!isNumber(lowest?.val_loss)) return "";
-  const isOpen = verdict.includes("lowest final loss is undecided"), loss = spread(lowest, "val_loss", figure);
-  if (kind === "sweep") return `Best cell: ${titleOfRow(lowest)}${isLong ? `, with a validation loss of ${loss}${isOpen ? "; its seeds overlap with other cells" : ""}` : isOpen ? " (undecided)" : ""}`;
-  if (!first.target_bytes) return `Lowest loss: ${titleOfRow(lowest)}, ${loss}${isOpen ? " (undecided)" : ""}`;
+  const loss = spread(lowest, "val_loss", figure), open = (name) => (undecided[name] ? " (undecided)" : "");
+  if (kind === "sweep") {
+    const more = `, with a validation loss of ${loss}${undecided.val_loss ? "; its seeds don't separate it from other cells" : ""}`;
+    return `Best cell: ${titleOfRow(lowest)}${isLong ? more : open("val_loss")}`;
+  }
+  if (!first.target_bytes) return `Lowest loss: ${titleOfRow(lowest)}, ${loss}${open("val_loss")}`;
   const base = rows.find((row) => /^ddp\b/i.test(labelOfRow(row)) && row !== first && isNumber(row.target_bytes));
   const than = base ? `, 1/${times(base.target_bytes / first.target_bytes)} of DDP's` : first.reduction > 1 ? `; in all it sends 1/${times(first.reduction)} of DDP's` : "";
-  return `Fewest bytes: ${titleOfRow(first)}, ${bytes(first.target_bytes)}${than}${verdict.includes("needs fewest is undecided") ? " (undecided)" : ""}`;
+  return `Fewest bytes: ${titleOfRow(first)}, ${bytes(first.target_bytes)}${than}${open("target_bytes")}`;
 }
 
 const NOT_TUNED = new Set(["num_nodes", "max_steps", "batch_size"]);
@@ -46,12 +49,6 @@ export function beyond({ axes = {}, cells = [], best }) {
   return further.length ? `The best cell is at the edge of the grid: try ${further.join(" and ")}.` : "";
 }
 
-// Whether a comparison's verdict leaves open which of these strategies ends lowest.
-export function isOpenOf(verdict, titles) {
-  const open = (/lowest final loss is undecided between (.*): their/.exec(verdict)?.[1] ?? "").split(/(?<=\)), | and /).map((part) => part.replace(/ \([^()]*\)$/, ""));
-  return new Set(titles).size === titles.length && titles.every((title) => open.includes(title));
-}
-
 // The bytes at which a run's loss first reached a value, between two evaluations by a straight line.
 function bytesUntil(rows, loss) {
   const k = rows.findIndex((row) => row.val_loss <= loss), [a, b] = [rows[k - 1], rows[k]];
@@ -60,13 +57,31 @@ function bytesUntil(rows, loss) {
 
 // A sentence on a few single runs {title, rows}: who needs the fewest bytes for the same loss, and who ends lowest.
 export function verdictOf(runs, caveat) {
-  const lost = runs.filter(({ rows }) => typeof rows.findLast((row) => row.val_loss != null)?.val_loss === "string"), diverged = lost.map(({ title }) => `${title} ends without a finite loss.`).join(" ");
-  const known = runs.filter((run) => !lost.includes(run)).map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) })).filter(({ rows }) => rows.length); if (known.length < 2) return diverged;
-  const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss), [best, worst] = [ends[0], ends.at(-1)];
-  const needs = known.map(({ title, rows }) => ({ title, sent: bytesUntil(rows, worst.loss) })).sort((a, b) => a.sent - b.sent), [few, many] = [needs[0], needs.at(-1)];
-  const all = (found) => found.map(({ title }) => title).join(" and "), fewest = needs.filter(({ sent }) => sent <= few.sent * (1 + ALIKE)), lowest = ends.filter(({ loss }) => loss === best.loss || loss - best.loss < ALIKE * Math.abs(loss));
-  const verb = (found, text) => `${all(found)} ${text}${found.length > 1 ? "" : "s"}`, same = `the same loss (${figure(worst.loss)})`, than = known.length > 2 ? `the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s` : `${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
-  const need = fewest.length === known.length ? `${diverged ? all(known) : known.length > 2 ? "All" : "Both"} need about ${bytes(few.sent)} for ${same}` : `${verb(fewest, "need")} ${few.sent ? than : `no bytes for ${same}`}`;
-  const who = all(lowest) === all(fewest) ? `end${lowest.length > 1 ? "" : "s"}` : verb(lowest, "end"), low = known.length > 2 ? `with the lowest loss, ${figure(best.loss)}` : best.loss > 0 ? `${(100 * (1 - best.loss / worst.loss)).toFixed(0)} % lower` : `lower, at ${figure(best.loss)}`;
-  return `${need}, and ${lowest.length === known.length ? "they end alike" : `${who} ${low}`}. ${caveat}${diverged && ` ${diverged}`}`;
+  const all = (found) => found.map(({ title }) => title).join(" and ");
+  const verb = (found, text) => `${all(found)} ${text}${found.length > 1 ? "" : "s"}`;
+  const isLost = ({ rows }) => typeof rows.findLast((row) => row.val_loss != null)?.val_loss === "string";
+  const diverged = runs.filter(isLost).map(({ title }) => `${title} ends without a finite loss.`).join(" ");
+  const known = runs.filter((run) => !isLost(run))
+    .map(({ title, rows }) => ({ title, rows: rows.filter((row) => isNumber(row.val_loss) && isNumber(row.tx_bytes)) }))
+    .filter(({ rows }) => rows.length);
+  if (known.length < 2) return diverged;
+
+  const ends = known.map(({ title, rows }) => ({ title, loss: rows.at(-1).val_loss })).sort((a, b) => a.loss - b.loss);
+  const best = ends[0].loss, worst = ends.at(-1).loss, same = `the same loss (${figure(worst)})`;
+  const needs = known.map(({ title, rows }) => ({ title, sent: bytesUntil(rows, worst) })).sort((a, b) => a.sent - b.sent);
+  const [few, many] = [needs[0], needs.at(-1)], fewest = needs.filter(({ sent }) => sent <= few.sent * (1 + ALIKE));
+  const lowest = ends.filter(({ loss }) => loss === best || loss - best < ALIKE * Math.abs(loss));
+
+  let need = `${verb(fewest, "need")} ${times(many.sent / few.sent)}x fewer bytes for ${same} than ${many.title}`;
+  if (known.length > 2) need = `${verb(fewest, "need")} the fewest bytes for ${same}, 1/${times(many.sent / few.sent)} of ${many.title}'s`;
+  if (!few.sent) need = `${verb(fewest, "need")} no bytes for ${same}`;
+  if (fewest.length === known.length) {
+    const who = diverged ? all(known) : known.length > 2 ? "All" : "Both";
+    need = `${who} need about ${bytes(few.sent)} for ${same}`;
+  }
+  let how = best > 0 ? `${(100 * (1 - best / worst)).toFixed(0)} % lower` : `lower, at ${figure(best)}`;
+  if (known.length > 2) how = `with the lowest loss, ${figure(best)}`;
+  let end = `${all(lowest) === all(fewest) ? `end${lowest.length > 1 ? "" : "s"}` : verb(lowest, "end")} ${how}`;
+  if (lowest.length === known.length) end = "they end alike";
+  return [`${need}, and ${end}.`, caveat, diverged].filter(Boolean).join(" ");
 }

@@ -32,7 +32,7 @@ from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 from exogym.study.compare.plots import Curve
 from exogym.study.compare.run import session_of
-from exogym.study.compare.summary import Track, summary_of
+from exogym.study.compare.summary import Summary, Track, summary_of
 from exogym.study.tasks import load_task
 
 STEPS, SEEDS, NODES = 20, (0, 1), 4
@@ -225,10 +225,14 @@ def runs_of(label: str, ends: list[float], tx_bytes: float = 0.0, time_s: float 
     return found
 
 
-def verdict(*runs: dict[Any, Track], target: float | None = 1.0, network: str = "") -> str:
+def summarized(*runs: dict[Any, Track], target: float | None = 1.0, network: str = "") -> Summary:
     tracks = {key: track for each in runs for key, track in each.items()}
     said = {label: ("one node alone" if label == "single" else label.upper(), "") for label, _ in tracks}
-    return summary_of(said, range(3), tracks, None if target is None else (target, "so"), network).verdict
+    return summary_of(said, range(3), tracks, None if target is None else (target, "so"), network)
+
+
+def verdict(*runs: dict[Any, Track], target: float | None = 1.0, network: str = "") -> str:
+    return summarized(*runs, target=target, network=network).verdict
 
 
 def test_the_verdict_names_who_needs_the_fewest_bytes() -> None:
@@ -252,6 +256,17 @@ def test_the_verdict_names_who_needs_the_fewest_bytes() -> None:
     jumped = Track.of_rows([{"step": k, "val_loss": x, "tx_bytes": k} for k, x in enumerate((2, 0.9, 1.1))])
     assert jumped is not None and "DDP (which ended at 1.1) reached" in verdict({("ddp", 0): jumped})
     assert verdict(ddp, near, target=2.0).startswith("Training starts at a validation loss of 2 (so) or below: ")
+
+
+def test_a_summary_has_all_strategies_between_which_the_seeds_do_not_decide() -> None:
+    """The verdict names only three of them."""
+    alike = {name: runs_of(name, [0.5, 0.7], 100.0) for name in "abcde"}
+    worse, silent = runs_of("worse", [2.0, 2.1], 100.0), runs_of("silent", [0.5, 0.7])
+    found = summarized(*alike.values(), worse, silent)
+    assert found.undecided == {"val_loss": [*"abcde", "silent"], "target_bytes": [*"abcde"]}
+    assert summarized(alike["a"], worse).undecided == {}
+    one_seed = [{key: track for key, track in runs.items() if key[1] == 0} for runs in alike.values()]
+    assert summarized(*one_seed).undecided == {}
 
 
 def test_the_verdict_names_no_winner_where_seeds_overlap() -> None:
